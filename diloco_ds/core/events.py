@@ -1,0 +1,182 @@
+"""What goes into and comes out of the syncer's state machine: `syncer.step(event, now) -> actions`.
+
+Events are facts a driver saw (the live exchange, the simulator, the replay of a tape); actions are what it must do, each with its
+reason in words. All are immutable and carry no payload: weights stay with the driver and are named by `update_id`.
+Times are seconds on the driver's own monotonic clock. Fragments are indices 0..P-1; rounds are the global steps t = 1, 2, ... they serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+LearnerPhase = Literal["starting", "running", "drained", "stopped"]
+"""starting: not yet stepping; running; drained: its last updates are written and it ends; stopped: ended with a checkpoint."""
+
+RunPhase = Literal["run", "drain", "stop", "finished"]
+"""run; drain: the budget is reached, last updates are collected; stop: a stop was asked for; finished: nothing more will be merged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A learner's metadata after an inner step (Algorithm 1, line 2), or its heartbeat while it starts."""
+
+    island: str
+    incarnation: int
+    phase: LearnerPhase
+    step: int  # step clock t_m
+    tokens: int  # tokens this island trained on since the run began
+    step_time: float  # seconds, moving average of its inner step
+    c_steps: Sequence[int]  # per fragment: inner steps since its base was adopted
+    c_tokens: Sequence[int]  # per fragment: tokens since then
+    base: Sequence[int]  # per fragment: adopted version, -1 = holds no global version
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A learner's fragment has arrived whole and was found sound by the driver."""
+
+    island: str
+    incarnation: int
+    fragment: int
+    round: int  # the global step it was asked for
+    base: int  # version of the fragment the learner's steps started from
+    steps: int  # c_steps at the snapshot
+    tokens: int  # c_tokens at the snapshot
+    update_id: int  # unique per run; a retry carries the same one
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The driver has carried out a Merge and committed the new version."""
+
+    fragment: int
+    round: int
+    version: int
+    seconds: float  # merge + outer step + commit
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Only time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """An island belongs to the run from now on (at the start, or `join`)."""
+
+    island: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """An island belongs to the run no longer (given up, or `leave`)."""
+
+    island: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Somebody asked the run to stop now; learners write a checkpoint, nothing further is merged."""
+
+    reason: str
+
+
+Event = Report | Answer | Merged | Tick | Joined | Left | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Ask `island` for `fragment` for `round`; it answers at its next step boundary."""
+
+    island: str
+    fragment: int
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One learner's share in a merge."""
+
+    island: str
+    update_id: int
+    base: int
+    steps: int
+    tokens: int
+    weight: float  # normalised over the merge
+    late: bool  # kept from an earlier round (late = merge_next)
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Merge `parts`, take the outer step and commit the fragment as `version`; then tell the core with Merged."""
+
+    fragment: int
+    round: int
+    version: int
+    parts: tuple[Part, ...]
+    lr_tokens: int  # merged tokens so far: where the outer learning rate's schedule stands
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep the payload of a late answer for the fragment's next round (it replaces an older one of the same island)."""
+
+    island: str
+    fragment: int
+    update_id: int
+    base: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Throw the payload away; it is counted."""
+
+    island: str
+    fragment: int
+    update_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A round ended with no merge (nobody had anything to give, or the members went away)."""
+
+    fragment: int
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """An island's standing changed; for logs and views."""
+
+    island: str
+    alive: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The run's phase changed."""
+
+    phase: RunPhase
+    reason: str
+
+
+Action = Want | Merge | Keep | Drop | Skip | Membership | Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """All that one island needs to know of the syncer, newest wins (the level, not the edge: losing one loses nothing)."""
+
+    phase: RunPhase
+    global_step: int  # t of the newest opened round
+    global_tokens: int  # merged + in hand, never falls: where the inner learning rate's schedule stands
+    want: tuple[int, ...]  # per fragment: the round an answer is wanted for, 0 = none yet
