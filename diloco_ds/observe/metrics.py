@@ -1,0 +1,162 @@
+"""metrics.jsonl: one JSON record a line, appended by every process of a run and read while it grows.
+
+Every record holds `time` (epoch seconds) and `kind`. The fields of each kind and their units are in docs/observing.md.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["step", "merge", "eval", "event"]
+Record = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+_to_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+
+class MetricsFile:
+    """The writing end: one record, one line, one `write(2)` on a descriptor opened with O_APPEND.
+
+    Lines of several processes on one host therefore never mix. A disk that is full or gone away does not stop the
+    caller: records that could not be written are counted, and the count is written once writing works again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens `path`, creating it where needed. OSError if that is not possible."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.lost = 0
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._torn = _ends_torn(self._fd)
+
+    def write(self, kind: Kind, /, **fields: Any) -> None:
+        """Append a record. Numbers that are no numbers (NaN, infinities) become null; numpy and torch scalars become numbers.
+
+        `time` is now unless it is among `fields` (something that was seen earlier).
+        """
+        self._append({"time": time.time(), "kind": kind, **fields})
+
+    def close(self) -> None:
+        """Close the descriptor; writing afterwards is an error."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _append(self, record: Record) -> None:
+        if self._fd < 0:
+            raise ValueError(f"{self.path} is closed")
+        lines = _line(record)
+        if self.lost:
+            lines = (
+                _line({"time": time.time(), "kind": "event", "event": "metrics_lost", "records": self.lost})
+                + lines
+            )
+        if self._torn:
+            lines = b"\n" + lines
+        try:
+            written = os.write(self._fd, lines)
+        except OSError as error:
+            self._count_as_lost(str(error))
+            return
+        self._torn = written != len(lines)
+        if self._torn:
+            self._count_as_lost(f"only {written} of {len(lines)} bytes were written")
+        else:
+            self.lost = 0
+
+    def _count_as_lost(self, why: str) -> None:
+        if self.lost == 0:
+            log.warning("%s cannot be written (%s); records are lost until it can", self.path, why)
+        self.lost += 1
+
+
+class MetricsFollower:
+    """The reading end of a growing file: each `read` gives the records that came since the last one."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        """Reads `path` from byte `offset` (the start of a line); the file need not exist yet."""
+        self.path = path
+        self.offset = offset
+        self.damaged = 0
+        """Whole lines so far that were no record: leftovers of a full disk."""
+
+    def read(self) -> list[Record]:
+        """The new whole records, oldest first. A last line without its end is left for the next call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                block = file.read()
+        except FileNotFoundError:
+            return []
+        end = block.rfind(b"\n") + 1
+        self.offset += end
+        return [record for line in block[:end].splitlines() if (record := self._parse(line)) is not None]
+
+    def _parse(self, line: bytes) -> Record | None:
+        if not line.strip():
+            return None
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and "time" in record and "kind" in record:
+            return record
+        self.damaged += 1
+        return None
+
+
+def read_metrics(path: Path, since_offset: int = 0) -> list[Record]:
+    """All whole records of `path` from byte `since_offset` on; none if there is no such file."""
+    follower = MetricsFollower(path, since_offset)
+    records = follower.read()
+    if follower.damaged:
+        log.warning("%s: %d damaged lines left out", path, follower.damaged)
+    return records
+
+
+def _line(record: Record) -> bytes:
+    try:
+        text = _to_json(record)
+    except (
+        ValueError,
+        TypeError,
+    ):  # not finite, or not one of JSON's own types: rare, so the common case pays nothing
+        text = _to_json(_plain(record))
+    return text.encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON can hold it; TypeError for what has no sensible form."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
+        return _plain(value.tolist())
+    raise TypeError(f"a {type(value).__name__} cannot be written as a metric")
+
+
+def _ends_torn(fd: int) -> bool:
+    """True if the file's last line has no end: its writer's disk was full, or its host died."""
+    size = os.fstat(fd).st_size
+    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
