@@ -1,1 +1,1 @@
-"""What a run tells about itself: metrics, manifest, status, the live view, wandb and the report. Nothing here is on a hot path."""
+"""What a run tells about itself: metrics, manifest, status, live view, wandb, report. None of it is on a hot path."""

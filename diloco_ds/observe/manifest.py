@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def new_run_id() -> str:
-    """A short id, unique without coordination: time of day in UTC and 24 random bits, for example 261129-173215-9f3ac1."""
+    """A short id, unique without coordination: UTC time and 24 random bits, for example 261129-173215-9f3ac1."""
     return time.strftime("%y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(3)
 
 
@@ -45,12 +45,12 @@ def write_manifest(
 ) -> str:
     """Write the manifest of a new run and return its run id. UserError if `run_dir` holds a run already.
 
-    `data` describes the prepared data (hashes, counts), `parameters` is the number of trained parameters of the model.
+    `data` describes the prepared data (hashes, counts); `parameters` is the model's number of parameters.
     """
     target = RunDir(run_dir).manifest
     if target.exists():
         raise UserError(
-            f"{run_dir} holds a run already; choose another directory or continue it with train --resume {run_dir}"
+            f"{run_dir} holds a run already: choose another directory, or go on with train --resume {run_dir}"
         )
     run_id = new_run_id()
     write_json(
@@ -93,7 +93,7 @@ def config_digest(config: RunConfig) -> str:
 
 
 def code_version() -> dict[str, Any]:
-    """The package's version and, where it runs from a git checkout, that commit and whether tracked files differ from it."""
+    """The package's version; in a git checkout also the commit, and whether tracked files differ from it."""
     here = Path(diloco_ds.__file__).parent
     version: dict[str, Any] = {"version": diloco_ds.__version__, "commit": None, "dirty": None}
     if _git(here, "ls-files", "--error-unmatch", "__init__.py") is None:

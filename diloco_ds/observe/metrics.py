@@ -1,6 +1,6 @@
 """metrics.jsonl: one JSON record a line, appended by every process of a run and read while it grows.
 
-Every record holds `time` (epoch seconds) and `kind`. The fields of each kind and their units are in docs/observing.md.
+Every record holds `time` (epoch seconds) and `kind`. The fields of each kind, with units: docs/observing.md.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _to_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 class MetricsFile:
     """The writing end: one record, one line, one `write(2)` on a descriptor opened with O_APPEND.
 
-    Lines of several processes on one host therefore never mix. A disk that is full or gone away does not stop the
-    caller: records that could not be written are counted, and the count is written once writing works again.
+    Lines of several processes on one host therefore never mix. A disk that is full or gone does not stop the caller:
+    records that could not be written are counted, and the count is written once writing works again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class MetricsFile:
         self._torn = _ends_torn(self._fd)
 
     def write(self, kind: Kind, /, **fields: Any) -> None:
-        """Append a record. Numbers that are no numbers (NaN, infinities) become null; numpy and torch scalars become numbers.
+        """Append a record. NaN and infinities become null, numpy and torch scalars plain numbers.
 
         `time` is now unless it is among `fields` (something that was seen earlier).
         """
