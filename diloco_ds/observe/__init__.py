@@ -1,1 +1,1 @@
-"""What a run tells about itself: metrics, manifest, status, live view, wandb, report. None of it is on a hot path."""
+"""What a run tells about itself: metrics, manifest, status, live view, wandb, report. Never on a hot path."""

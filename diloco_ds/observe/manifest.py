@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def new_run_id() -> str:
-    """A short id, unique without coordination: UTC time and 24 random bits, for example 261129-173215-9f3ac1."""
+    """A short id, unique without coordination: UTC time and 24 random bits, like 261129-173215-9f3ac1."""
     return time.strftime("%y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(3)
 
 

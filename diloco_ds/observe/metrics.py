@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import mmap
 import os
 import time
 from collections.abc import Mapping
@@ -25,8 +26,8 @@ _to_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 class MetricsFile:
     """The writing end: one record, one line, one `write(2)` on a descriptor opened with O_APPEND.
 
-    Lines of several processes on one host therefore never mix. A disk that is full or gone does not stop the caller:
-    records that could not be written are counted, and the count is written once writing works again.
+    Lines of several processes on one host therefore never mix. A disk that is full or gone does not stop the
+    caller: records that could not be written are counted, and the count is written once writing works again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,19 +105,10 @@ class MetricsFollower:
             return []
         end = block.rfind(b"\n") + 1
         self.offset += end
-        return [record for line in block[:end].splitlines() if (record := self._parse(line)) is not None]
-
-    def _parse(self, line: bytes) -> Record | None:
-        if not line.strip():
-            return None
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict) and "time" in record and "kind" in record:
-            return record
-        self.damaged += 1
-        return None
+        lines = [line for line in block[:end].split(b"\n") if line.strip()]
+        records = [record for line in lines if (record := _parse(line)) is not None]
+        self.damaged += len(lines) - len(records)
+        return records
 
 
 def read_metrics(path: Path, since_offset: int = 0) -> list[Record]:
@@ -126,6 +118,30 @@ def read_metrics(path: Path, since_offset: int = 0) -> list[Record]:
     if follower.damaged:
         log.warning("%s: %d damaged lines left out", path, follower.damaged)
     return records
+
+
+def last_record(path: Path, kind: Kind) -> Record | None:
+    """The newest whole record of `kind`, looked for from the end; None if there is none."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return None
+    mark = f'"kind":"{kind}"'.encode()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        end = content.rfind(b"\n") + 1
+        while (at := content.rfind(mark, 0, end)) >= 0:
+            start = content.rfind(b"\n", 0, at) + 1
+            if (record := _parse(content[start : content.find(b"\n", at)])) is not None:
+                return record
+            end = start
+    return None
+
+
+def _parse(line: bytes) -> Record | None:
+    """The record in `line`; None if the line holds none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and "time" in record and "kind" in record else None
 
 
 def _line(record: Record) -> bytes:
