@@ -1,0 +1,180 @@
+"""The global state on disk: checkpoints to go on from, and snapshots of the global weights to evaluate.
+
+A checkpoint is a directory ``checkpoints/syncer/NNNNNN``; a snapshot, ``snapshots/TOKENS``, is the same without ``outer.safetensors``.
+
+    theta.safetensors   every travelling tensor under its own name, fp32
+    outer.safetensors   the outer optimizer's buffers, ``FRAGMENT.BUFFER``, flat fp32 as long as the fragment
+    state.json          marks of all fragments (version, round, tokens, what was merged), global step and tokens, hashes of both files
+
+A directory is written under a hidden name and renamed when it is whole and on disk. Fragments are copied one after the other while
+merging goes on, each of them whole; their versions may therefore differ by the merges made meanwhile, and each is recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from diloco_ds.exchange.failpoint import failpoint
+from diloco_ds.exchange.store import Mark, Store
+from diloco_ds.exchange.tensor_file import TensorFileWriter, file_sha256
+
+FORMAT = 1
+
+
+class BadCheckpoint(Exception):
+    """A checkpoint that cannot be used: what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a checkpoint or snapshot says about the run, beside the fragments."""
+
+    run_id: str
+    generation: int
+    global_step: int  # newest opened round
+    tokens: int  # merged tokens
+    time: float  # epoch seconds
+
+
+def save(target: Path, store: Store, facts: Facts, *, with_outer: bool) -> None:
+    """Write `target` (a directory that must not exist) from `store`. OSError if the disk does not take it; nothing is left then."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        state = _write_tensors(partial, store, with_outer)
+        failpoint("checkpoint.tensors")
+        state |= {"format": FORMAT, "layout": store.layout.digest(), **asdict(facts)}
+        _write_durably(partial / "state.json", json.dumps(state, indent=1) + "\n")
+        failpoint("checkpoint.before_rename")
+        os.rename(partial, target)
+        _sync_directory(target.parent)
+        failpoint("checkpoint.after_rename")
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def save_checkpoint(directory: Path, store: Store, facts: Facts, keep: int) -> Path:
+    """Write the next checkpoint into `directory`, then delete all but the newest `keep`. OSError as `save`."""
+    existing = checkpoints(directory)
+    number = int(existing[-1].name) + 1 if existing else 1
+    target = directory / f"{number:06d}"
+    save(target, store, facts, with_outer=True)
+    for old in [*existing, target][:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints in `directory`, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted((path for path in directory.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Delete what a killed writer left in `directory`."""
+    for partial in directory.glob(".*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def restore_checkpoint(path: Path, store: Store, run_id: str) -> None:
+    """Fill the empty `store` from the checkpoint at `path`. BadCheckpoint if it is damaged or of another run or layout."""
+    state = _verified_state(path, store, run_id)
+    with _tensors(path / "theta.safetensors") as theta, _tensors(path / "outer.safetensors") as outer:
+        for index, fragment in enumerate(store.layout.fragments):
+            payload = torch.empty(store.payload_numel(index))
+            store.layout.flatten(index, theta.get_tensor, out=payload[: fragment.numel])
+            for number, buffer in enumerate(store.buffers, start=1):
+                start = number * fragment.numel
+                payload[start : start + fragment.numel] = outer.get_tensor(f"{index}.{buffer}")
+            store.put(index, payload, Mark.from_json(state["fragments"][index]))
+
+
+def _write_tensors(partial: Path, store: Store, with_outer: bool) -> dict[str, Any]:
+    """Copy all fragments into the files; returns what state.json says of them."""
+    layout = store.layout
+    marks = []
+    scratch = torch.empty(max(store.payload_numel(index) for index in range(len(layout.fragments))))
+    with contextlib.ExitStack() as files:
+        theta = _open_writer(files, partial / "theta.safetensors", layout.tensor_shapes())
+        outer = _open_writer(files, partial / "outer.safetensors", _outer_shapes(store)) if with_outer else None
+        for index, fragment in enumerate(layout.fragments):
+            payload = scratch[: store.payload_numel(index)]
+            marks.append(store.copy(index, payload).to_json())
+            theta.write(payload[: fragment.numel])
+            if outer is not None:
+                outer.write(payload[fragment.numel :])
+        files_written = {file.path.name: file.close() for file in (theta, outer) if file is not None}
+    return {"fragments": marks, "files": files_written}
+
+
+def _open_writer(
+    files: contextlib.ExitStack, path: Path, tensors: list[tuple[str, tuple[int, ...]]]
+) -> TensorFileWriter:
+    writer = TensorFileWriter(path, tensors)
+    files.callback(writer.abandon)
+    return writer
+
+
+def _outer_shapes(store: Store) -> list[tuple[str, tuple[int, ...]]]:
+    return [
+        (f"{index}.{buffer}", (fragment.numel,))
+        for index, fragment in enumerate(store.layout.fragments)
+        for buffer in store.buffers
+    ]
+
+
+def _verified_state(path: Path, store: Store, run_id: str) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads((path / "state.json").read_text())
+        wrong = [
+            f"{key} is {state[key]}, not {right}"
+            for key, right in {"format": FORMAT, "run_id": run_id, "layout": store.layout.digest()}.items()
+            if state[key] != right
+        ]
+        wrong += [
+            f"{name} is damaged"
+            for name, sha256 in state["files"].items()
+            if file_sha256(path / name) != sha256
+        ]
+    except (OSError, ValueError, KeyError) as error:
+        raise BadCheckpoint(f"{path}: {error}") from error
+    if wrong:
+        raise BadCheckpoint(f"{path}: {'; '.join(wrong)}")
+    return state
+
+
+@contextlib.contextmanager
+def _tensors(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise BadCheckpoint(f"{path}: {error}") from error
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with open(path, "x") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
