@@ -1,0 +1,88 @@
+"""Mailbox: one end of an island's exchange, a folder of memory-mapped registers (docs/architecture.md, "Mailbox").
+
+report    Record        learner rank 0 -> syncer     wire.ReportRecord
+orders    Record        syncer -> learner            wire.OrdersRecord
+outbox    FragmentBox   learner ranks -> syncer      header wire.UpdateHeader
+inbox     FragmentBox   syncer -> learner            header wire.ThetaHeader; at the island's end only
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from diloco_ds.errors import UserError
+from diloco_ds.exchange.fragment_box import FragmentBox
+from diloco_ds.exchange.record import Record
+from diloco_ds.exchange.space import private_folder, require_space
+
+META_CAPACITY = 1024
+"""Bytes for the header of a fragment in a mailbox."""
+
+
+def record_capacity(fragments: int) -> int:
+    """Bytes for a report or orders of a model of so many fragments: three int64 a fragment, and room for the rest."""
+    return 2048 + 3 * 8 * fragments
+
+
+class Mailbox:
+    """The registers in `folder`. `inbox` is None at the syncer's end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._inode = os.stat(folder).st_ino
+        self.report = Record.open(folder / "report")
+        self.orders = Record.open(folder / "orders")
+        self.outbox = FragmentBox.open(folder / "outbox")
+        self.inbox = FragmentBox.open(folder / "inbox") if (folder / "inbox").exists() else None
+
+    @classmethod
+    def create(cls, folder: Path, numels: Sequence[int], inbox: bool) -> Mailbox:
+        """A new mailbox for fragments of `numels` values, mode 0700: whole, or not at all.
+
+        UserError if there is one already, or shared memory is missing, too small, or not ours.
+        """
+        private_folder(folder.parent)
+        require_space(folder.parent, cls.file_size(numels, inbox))
+        partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+        partial.mkdir(mode=0o700)
+        try:
+            capacity = record_capacity(len(numels))
+            Record.create(partial / "report", capacity)
+            Record.create(partial / "orders", capacity)
+            for box in ("outbox", "inbox") if inbox else ("outbox",):
+                FragmentBox.create(partial / box, numels, META_CAPACITY)
+            os.rename(partial, folder)
+        except BaseException as error:
+            shutil.rmtree(partial)
+            if isinstance(error, OSError) and folder.exists():
+                raise UserError(
+                    f"{folder}: there is a mailbox already; is the run in progress? else remove it"
+                ) from None
+            raise
+        return cls(folder)
+
+    @classmethod
+    def open(cls, folder: Path) -> Mailbox:
+        """An existing mailbox; FileNotFoundError if there is none."""
+        return cls(folder)
+
+    @staticmethod
+    def file_size(numels: Sequence[int], inbox: bool) -> int:
+        """Bytes of shared memory a mailbox takes once every slot was written (the two records aside)."""
+        return (1 + inbox) * FragmentBox.file_size(numels, META_CAPACITY)
+
+    def is_current(self) -> bool:
+        """Whether the folder is still this mailbox, not removed and not made anew."""
+        try:
+            return os.stat(self.folder).st_ino == self._inode
+        except FileNotFoundError:
+            return False
+
+    def destroy(self) -> None:
+        """Remove the folder at once; who has it mapped keeps the memory until it ends."""
+        leaving = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.leaving")
+        os.rename(self.folder, leaving)
+        shutil.rmtree(leaving)

@@ -1,0 +1,62 @@
+"""Room in shared memory: a folder of the user's own, and a refusal in words before the machine runs out of memory."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from diloco_ds.errors import UserError
+from diloco_ds.rundir import SharedMemory
+
+
+def private_folder(path: Path) -> None:
+    """Make `path` with mode 0700, and the folder above it likewise; UserError if it cannot be made or is not ours alone."""
+    base = path.parent.parent
+    if not base.is_dir():
+        raise UserError(f"{base} is not there: the exchange needs shared memory (a tmpfs) mounted at {base}")
+    for folder in (path.parent, path):
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{folder}: cannot be made ({error.strerror}); shared memory must be writable"
+            ) from error
+    for folder in (path.parent, path):
+        status = folder.lstat()
+        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+            raise UserError(f"{folder} belongs to somebody else; remove it")
+
+
+def require_space(folder: Path, nbytes: int) -> None:
+    """UserError if `nbytes` more than what is promised already cannot be had in the file system of `folder`.
+
+    Files there are sparse and fill up as training goes on, so what counts is free space less what our files may still take.
+    """
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    promised = sum(_unfilled(folder))
+    if nbytes > free - promised:
+        raise UserError(
+            f"{folder}: {_gib(nbytes)} of shared memory are needed, {_gib(free)} are free"
+            + (f" and {_gib(promised)} of them promised to runs on this host" if promised else "")
+            + "; enlarge /dev/shm (mount -o remount,size=...), train a smaller model, or stop another run"
+        )
+
+
+def _unfilled(folder: Path) -> Iterator[int]:
+    """Bytes that the files of this user's runs may still take, in the file system of `folder`."""
+    device = os.stat(folder).st_dev
+    for parent, _, names in os.walk(SharedMemory("").root):
+        for name in names:
+            try:
+                status = os.stat(os.path.join(parent, name))
+            except FileNotFoundError:  # a run ends just now
+                continue
+            if status.st_dev == device:
+                yield max(status.st_size - 512 * status.st_blocks, 0)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
