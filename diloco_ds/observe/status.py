@@ -39,7 +39,7 @@ _STATE_WORDS: dict[str, RunState] = {
 }
 """What the processes call the state of the run, in the words of `RunState`."""
 
-_ISLAND_ENDED = ("stopped", "finished", "drained", "failed", "given_up", "left")
+_ISLAND_ENDED = ("done", "stopped", "finished", "drained", "failed", "given_up", "left")
 
 
 class _Part(BaseModel):
