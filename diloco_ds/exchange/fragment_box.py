@@ -1,16 +1,16 @@
-"""FragmentBox: the newest value of every fragment in shared memory, as flat fp32, with a version and a header.
+"""FragmentBox: the newest value of every fragment in shared memory, as flat fp32, with version and header.
 
-Per fragment two slots. A writer fills the slot that does not hold the newest version, possibly from many processes, and then commits
-it with one store of the version: a crash at any byte leaves the last whole fragment readable. Nobody waits for anybody: a reader
-that copies checks afterwards that its version is still there, and one that must not be overtaken pins it, whereupon the writer's
-`begin` has no slot to give until the pin is gone.
+Per fragment two slots. A writer fills the slot that does not hold the newest version, possibly from many
+processes, and then commits it with one store of the version: a crash at any byte leaves the last whole fragment
+readable. Nobody waits for anybody: a reader that copies checks afterwards that its version is still there, and
+one that must not be overtaken pins it, whereupon the writer's `begin` has no slot to give until the pin is gone.
 
 Versions rise for the life of a run. A writer that starts over goes on above every number it may have used.
 
     words      magic, format, fragments, meta capacity, numel of every fragment
-    control    per fragment: pin, claim, 2 x (version, meta length, meta crc32), 2 x meta bytes; versions are kept as version + 1,
-               so that the zeros of a new file mean: no pin, no claim, nothing written
-    payload    per fragment: 2 x fp32[numel], each on a page boundary (so that the memory can be registered with a GPU)
+    control    per fragment: pin, claim, 2 x (version, meta length, meta crc32), 2 x meta bytes; versions are
+               kept as version + 1, so that the zeros of a new file mean: no pin, no claim, nothing written
+    payload    per fragment: 2 x fp32[numel], each on a page boundary, as registering it with a GPU needs
 
 The file is sparse: a slot that was never written takes no memory.
 """
@@ -80,7 +80,7 @@ class FragmentBox:
         """Size of the whole mapping in bytes."""
         return len(self._mapping)
 
-    # -- reading -------------------------------------------------------------------------------------------------
+    # Reading
 
     def version(self, fragment: int) -> int:
         """Newest committed version, -1 if there is none. Costs two reads of memory: made for polling."""
@@ -147,10 +147,10 @@ class FragmentBox:
         for fragment in range(len(self.numels)):
             self.unpin(fragment)
 
-    # -- writing -------------------------------------------------------------------------------------------------
+    # Writing
 
     def begin(self, fragment: int) -> torch.Tensor | None:
-        """The slot to fill, fp32[numel], or None while a reader has it pinned. The older version is gone from then on.
+        """The slot to fill, fp32[numel], or None while a reader has it pinned. The older version is gone then.
 
         Called again before `commit` it gives the same slot; what was filled in before may lie there.
         """
@@ -159,7 +159,7 @@ class FragmentBox:
         word = self._slot_word(fragment, slot)
         old = self._words[word]
         if old:
-            # Claim, then look at the pin; a reader pins, then looks at the claim: at least one of the two sees the other.
+            # Claim, then look at the pin; a reader pins, then looks at the claim: one of the two sees the other.
             self._words[control + _CLAIM] = old
             fence()
             if self._words[control + _PIN] == old:
@@ -173,13 +173,13 @@ class FragmentBox:
         return self._slots[fragment][slot]
 
     def begun(self, fragment: int) -> torch.Tensor:
-        """The slot that another process has begun, for those who fill a part of it; RuntimeError if none has."""
+        """The slot that another process has begun, for those who fill a part of it; RuntimeError without."""
         return self._slots[fragment][self._begun_slot(fragment)]
 
     def commit(self, fragment: int, version: int, meta: bytes) -> None:
-        """Make the begun slot the newest version, with `meta` as its header. All of its payload must be written.
+        """Make the begun slot the newest version, with `meta` as its header. All its payload must be written.
 
-        `version` must be above the newest one; `begin` must have given a slot.
+        `version` must be above the newest one (ValueError); `begin` must have given a slot (RuntimeError).
         """
         if version <= self.version(fragment):
             raise ValueError(
@@ -198,7 +198,7 @@ class FragmentBox:
         self._words[word] = version + 1
         failpoint("box.committed")
 
-    # -- geometry ------------------------------------------------------------------------------------------------
+    # Geometry
 
     def _slot_word(self, fragment: int, slot: int) -> int:
         return self._control[fragment] + _SLOT + slot * _SLOT_WORDS

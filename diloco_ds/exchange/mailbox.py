@@ -1,4 +1,4 @@
-"""Mailbox: one end of an island's exchange, a folder of memory-mapped registers (docs/architecture.md, "Mailbox").
+"""Mailbox: one end of an island's exchange, a folder of memory-mapped registers (docs/architecture.md).
 
 report    Record        learner rank 0 -> syncer     wire.ReportRecord
 orders    Record        syncer -> learner            wire.OrdersRecord
@@ -23,7 +23,7 @@ META_CAPACITY = 1024
 
 
 def record_capacity(fragments: int) -> int:
-    """Bytes for a report or orders of a model of so many fragments: three int64 a fragment, and room for the rest."""
+    """Bytes for a report or orders on so many fragments: three int64 a fragment, and room for the rest."""
     return 2048 + 3 * 8 * fragments
 
 

@@ -1,4 +1,4 @@
-"""A file mapped into memory and shared between processes: how it is made, and the order in which others see it change."""
+"""A file mapped into memory and shared between processes: how it is made, and in what order others see it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _lock = threading.Lock()
 
 
 def fence() -> None:
-    """Full memory barrier: what this process wrote before it is seen by others before what it reads or writes after it.
+    """Full memory barrier: others see what this process wrote before it, before anything it does after it.
 
-    Python has none of its own; taking a lock is an atomic read-modify-write with acquire, releasing one is a store with release.
-    Doing both twice keeps anything from passing in either direction, on x86 as on ARM.
+    Python has none of its own. Taking a lock is an atomic read-modify-write with acquire, releasing one a store
+    with release; doing both twice keeps anything from passing in either direction, on x86 as on ARM.
     """
     with _lock:
         pass
@@ -42,9 +42,7 @@ def create_mapped_file(path: Path, nbytes: int, header: Sequence[int]) -> None:
     fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(fd, nbytes)
-        os.pwrite(
-            fd, memoryview(bytes().join(word.to_bytes(WORD, "little", signed=True) for word in header)), 0
-        )
+        os.pwrite(fd, memoryview(b"".join(word.to_bytes(WORD, "little", signed=True) for word in header)), 0)
         os.link(partial, path)
     finally:
         os.close(fd)

@@ -1,7 +1,8 @@
 """Record: a small value in shared memory that one process writes and any number read; the newest wins.
 
-Two slots; value n lies in slot n mod 2. The writer takes the mark (the sequence number) off the older slot, fills it, and puts the
-mark on: whoever dies or looks in between finds the other slot whole. The checksum is a second line of defence.
+Two slots; value n lies in slot n mod 2. The writer takes the mark (the sequence number) off the older slot, fills
+it, and puts the mark on: whoever dies or looks in between finds the other slot whole. The checksum is a second
+line of defence.
 
     words   magic, format, capacity
     slot    sequence (0 = none), length, crc32, payload bytes
@@ -30,7 +31,7 @@ class Record:
         self.path = path
         self._mapping, self._words = map_file(path, _MAGIC, _FORMAT)
         self.capacity = self._words[2]
-        if not 0 < self.capacity or len(self._mapping) != _file_size(self.capacity):
+        if self.capacity < 1 or len(self._mapping) != _file_size(self.capacity):
             raise UserError(
                 f"{path}: damaged: its size does not fit its capacity ({self.capacity}); remove it"
             )

@@ -1,4 +1,4 @@
-"""Room in shared memory: a folder of the user's own, and a refusal in words before the machine runs out of memory."""
+"""Room in shared memory: a folder of the user's own, and a refusal in words before memory runs out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diloco_ds.rundir import SharedMemory
 
 
 def private_folder(path: Path) -> None:
-    """Make `path` with mode 0700, and the folder above it likewise; UserError if it cannot be made or is not ours alone."""
+    """Make `path` with mode 0700, and the folder above it likewise; UserError if that fails or it is not ours."""
     base = path.parent.parent
     if not base.is_dir():
         raise UserError(f"{base} is not there: the exchange needs shared memory (a tmpfs) mounted at {base}")
@@ -32,7 +32,7 @@ def private_folder(path: Path) -> None:
 def require_space(folder: Path, nbytes: int) -> None:
     """UserError if `nbytes` more than what is promised already cannot be had in the file system of `folder`.
 
-    Files there are sparse and fill up as training goes on, so what counts is free space less what our files may still take.
+    Files there are sparse and fill up as training goes on: what counts is free space less what they may still take.
     """
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize

@@ -1,8 +1,8 @@
 """What travels beside the weights: typed, flat, checked. No pickle.
 
-A message is `magic | format | kind | length | body | crc32`, little endian; the body holds the fields of its dataclass in order:
-int as int64, float as float64, str and bytes with a length, a sequence of int as a count and int64s, a dataclass as its own fields.
-`unpack` takes exactly what `pack` made and raises WireError for anything else.
+A message is `magic | format | kind | length | body | crc32`, little endian. The body holds the fields of its
+dataclass in order: int as int64, float as float64, str and bytes with a length, a sequence of int as a count and
+int64s, a dataclass as its own fields. `unpack` takes exactly what `pack` made and raises WireError for the rest.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class UpdateHeader(Message):
 
 @dataclass(frozen=True, slots=True)
 class ThetaHeader(Message):
-    """Header of a global fragment in the syncer's store (with the store's own `extra`) and in inboxes (without)."""
+    """Header of a global fragment, in the syncer's store (with the store's own `extra`) and in inboxes."""
 
     KIND: ClassVar[int] = 4
     run_id: str
