@@ -1,9 +1,10 @@
 """FragmentBox: the newest value of every fragment in shared memory, as flat fp32, with version and header.
 
 Per fragment two slots. A writer fills the slot that does not hold the newest version, possibly from many
-processes, and then commits it with one store of the version: a crash at any byte leaves the last whole fragment
-readable. Nobody waits for anybody: a reader that copies checks afterwards that its version is still there, and
-one that must not be overtaken pins it, whereupon the writer's `begin` has no slot to give until the pin is gone.
+processes, and then commits it with one store of the version: a crash at any byte leaves the last whole
+fragment readable. Nobody waits for anybody: a reader that copies checks afterwards that its version is
+still there, and one that must not be overtaken pins it, whereupon the writer's `begin` has no slot to give
+until the pin is gone.
 
 Versions rise for the life of a run. A writer that starts over goes on above every number it may have used.
 
@@ -150,7 +151,7 @@ class FragmentBox:
     # Writing
 
     def begin(self, fragment: int) -> torch.Tensor | None:
-        """The slot to fill, fp32[numel], or None while a reader has it pinned. The older version is gone then.
+        """The slot to fill, fp32[numel], or None while a reader has it pinned. The older version goes.
 
         Called again before `commit` it gives the same slot; what was filled in before may lie there.
         """
@@ -159,7 +160,7 @@ class FragmentBox:
         word = self._slot_word(fragment, slot)
         old = self._words[word]
         if old:
-            # Claim, then look at the pin; a reader pins, then looks at the claim: one of the two sees the other.
+            # Claim, then look at the pin; a reader pins, then looks at the claim: one sees the other.
             self._words[control + _CLAIM] = old
             fence()
             if self._words[control + _PIN] == old:

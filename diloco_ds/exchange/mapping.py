@@ -19,8 +19,8 @@ _lock = threading.Lock()
 def fence() -> None:
     """Full memory barrier: others see what this process wrote before it, before anything it does after it.
 
-    Python has none of its own. Taking a lock is an atomic read-modify-write with acquire, releasing one a store
-    with release; doing both twice keeps anything from passing in either direction, on x86 as on ARM.
+    Python has none of its own. Taking a lock is an atomic read-modify-write with acquire, releasing one a
+    store with release; doing both twice keeps anything from passing in either direction, on x86 as on ARM.
     """
     with _lock:
         pass

@@ -1,8 +1,8 @@
 """Record: a small value in shared memory that one process writes and any number read; the newest wins.
 
-Two slots; value n lies in slot n mod 2. The writer takes the mark (the sequence number) off the older slot, fills
-it, and puts the mark on: whoever dies or looks in between finds the other slot whole. The checksum is a second
-line of defence.
+Two slots; value n lies in slot n mod 2. The writer takes the mark (the sequence number) off the older slot,
+fills it, and puts the mark on: whoever dies or looks in between finds the other slot whole. The checksum is
+a second line of defence.
 
     words   magic, format, capacity
     slot    sequence (0 = none), length, crc32, payload bytes

@@ -12,7 +12,7 @@ from diloco_ds.rundir import SharedMemory
 
 
 def private_folder(path: Path) -> None:
-    """Make `path` with mode 0700, and the folder above it likewise; UserError if that fails or it is not ours."""
+    """Make `path` with mode 0700, and the folder above it likewise; UserError if it is not to be had."""
     base = path.parent.parent
     if not base.is_dir():
         raise UserError(f"{base} is not there: the exchange needs shared memory (a tmpfs) mounted at {base}")
@@ -32,7 +32,8 @@ def private_folder(path: Path) -> None:
 def require_space(folder: Path, nbytes: int) -> None:
     """UserError if `nbytes` more than what is promised already cannot be had in the file system of `folder`.
 
-    Files there are sparse and fill up as training goes on: what counts is free space less what they may still take.
+    Files there are sparse and fill up as training goes on: what counts is free space less what they may
+    still take.
     """
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize

@@ -1,8 +1,9 @@
 """What travels beside the weights: typed, flat, checked. No pickle.
 
-A message is `magic | format | kind | length | body | crc32`, little endian. The body holds the fields of its
-dataclass in order: int as int64, float as float64, str and bytes with a length, a sequence of int as a count and
-int64s, a dataclass as its own fields. `unpack` takes exactly what `pack` made and raises WireError for the rest.
+A message is `magic | format | kind | length | body | crc32`, little endian. The body holds the fields of
+its dataclass in order: int as int64, float as float64, str and bytes with a length, a sequence of int as a
+count and int64s, a dataclass as its own fields. `unpack` takes exactly what `pack` made and raises
+WireError for the rest.
 """
 
 from __future__ import annotations
