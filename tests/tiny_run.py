@@ -1,10 +1,11 @@
-"""The smallest whole run, for tests: generated text, a Gemma 4 model of a few thousand parameters, two islands, four fragments.
+"""The smallest whole run, for tests: generated text, a Gemma 4 model of 30,000 parameters, two islands.
 
-    config = tiny_config(tmp_path)                                     # a RunConfig
+
+    config = tiny_config(tmp_path)  # a RunConfig
     config = tiny_config(tmp_path, precision="fp32", zero_stage=3, budget={"tokens": 10_000})
-    run_file = tiny_run_file(tmp_path, exchange={"quorum": 2})         # the same as a YAML file, for the command line
+    run_file = tiny_run_file(tmp_path, exchange={"quorum": 2})  # the same as a YAML file
 
-Keyword arguments beyond the named ones are top-level blocks of the run file, merged over the defaults key by key.
+Keyword arguments beyond the named ones are blocks of the run file, merged over the defaults key by key.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def tiny_run(
     ranks: int = 1,
     **blocks: Any,
 ) -> dict[str, Any]:
-    """The run file's content; writes text.jsonl and model.yaml into `directory`. `precision`: bf16, fp16 or fp32."""
+    """The run file as a dict; writes text.jsonl and model.yaml. `precision`: bf16, fp16 or fp32."""
     directory.mkdir(parents=True, exist_ok=True)
     text = directory / "text.jsonl"
     text.write_text("".join(json.dumps({"text": document}) + "\n" for document in tiny_text()))
