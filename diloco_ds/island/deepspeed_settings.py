@@ -1,0 +1,118 @@
+"""What of a DeepSpeed config this project refuses or sets. DeepSpeed is not imported: a run file is checked
+before anything starts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from diloco_ds.errors import UserError
+
+
+class _Refusal(NamedTuple):
+    key: str  # dotted
+    harmless: Callable[[Any], bool]  # values that change nothing
+    reason: str
+
+
+def _off(value: Any) -> bool:
+    return not value
+
+
+def _off_or_one(value: Any) -> bool:
+    return value in (None, 0, 1)
+
+
+def _not_nvme(value: Any) -> bool:
+    return value != "nvme"
+
+
+def _disabled(value: Any) -> bool:
+    return not (isinstance(value, dict) and value.get("enabled", True))
+
+
+_REFUSALS = (
+    _Refusal("scheduler", _off, "the learning rate follows global tokens; use trainer.scheduler"),
+    _Refusal(
+        "zero_optimization.offload_optimizer.device",
+        _not_nvme,
+        "master weights on NVMe cannot be exchanged; use cpu",
+    ),
+    _Refusal(
+        "zero_optimization.offload_param.device", _not_nvme, "weights on NVMe cannot be exchanged; use cpu"
+    ),
+    _Refusal(
+        "zero_optimization.offload_optimizer.ratio",
+        lambda value: value == 1,
+        "partial offload hides master weights; use 1.0",
+    ),
+    _Refusal(
+        "zero_optimization.offload_optimizer.super_offload", _off, "it hides master weights; leave it out"
+    ),
+    _Refusal("zero_optimization.zenflow", _off, "it keeps a second set of master weights; leave it out"),
+    _Refusal(
+        "zero_optimization.zero_hpz_partition_size", _off_or_one, "it keeps secondary weights; leave it out"
+    ),
+    _Refusal("zero_optimization.mics_shard_size", _off_or_one, "MiCS is not supported; leave it out"),
+    _Refusal("bf16.bf16_master_weights_and_grads", _off, "master weights must be fp32; leave it out"),
+    _Refusal("fp16.fp16_master_weights_and_grads", _off, "master weights must be fp32; leave it out"),
+    _Refusal("hybrid_engine", _disabled, "the hybrid engine is for inference; leave it out"),
+    _Refusal(
+        "expert_parallel", _disabled, "expert parallelism inside an island is not supported yet; leave it out"
+    ),
+    _Refusal(
+        "tensor_parallel.autotp_size", _off_or_one, "tensor parallelism is not supported yet; leave it out"
+    ),
+    _Refusal(
+        "sequence_parallel_size", _off_or_one, "sequence parallelism is not supported yet; leave it out"
+    ),
+)
+
+
+def check_deepspeed(settings: Mapping[str, Any]) -> None:
+    """UserError if `settings`, a DeepSpeed config, would break the exchange of weights or lacks what a step
+    needs.
+    """
+    for key, harmless, reason in _REFUSALS:
+        value = _lookup(settings, key)
+        if value is not _MISSING and not harmless(value):
+            raise UserError(f"deepspeed.{key}: {reason}")
+    if _lookup(settings, "optimizer.type") is _MISSING:
+        raise UserError(
+            "deepspeed.optimizer: give the inner optimizer, for example {type: AdamW, params: {lr: 1e-3}}"
+        )
+    if _lookup(settings, "optimizer.params.lr") is _MISSING:
+        raise UserError(
+            "deepspeed.optimizer.params.lr: give the peak learning rate; trainer.scheduler scales it"
+        )
+    if not {"train_micro_batch_size_per_gpu", "train_batch_size"} & set(settings):
+        raise UserError(
+            "deepspeed.train_micro_batch_size_per_gpu: give the sequences a rank trains on at a time"
+        )
+
+
+def prepared(settings: Mapping[str, Any], cpu: bool) -> dict[str, Any]:
+    """`settings` as DeepSpeed gets them: on a CPU Adam is torch's own, which needs no compilation, unless
+    they say otherwise.
+    """
+    check_deepspeed(settings)
+    result: dict[str, Any] = copy.deepcopy(dict(settings))
+    offload = _lookup(result, "zero_optimization.offload_optimizer.device")
+    if cpu and result["optimizer"]["type"].lower() in ("adam", "adamw") and offload in (_MISSING, "none"):
+        result["optimizer"].setdefault("params", {}).setdefault("torch_adam", True)
+    return result
+
+
+_MISSING = object()
+
+
+def _lookup(settings: Mapping[str, Any], key: str) -> Any:
+    """The value under a dotted key, `_MISSING` if there is none."""
+    value: Any = settings
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _MISSING
+        value = value[part]
+    return value
