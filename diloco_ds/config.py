@@ -52,7 +52,7 @@ class Tokenizer(Block):
 
     path: str | None = Field(None, description="Local directory or hub name of a Hugging Face tokenizer.")
     train_vocab: int | None = Field(
-        None, ge=258, description="Train a byte-level BPE with this many entries on the training text, once, cached."
+        None, ge=259, description="Train a byte-level BPE with this many entries on the training text, once, cached."
     )
 
     @model_validator(mode="after")
@@ -78,7 +78,9 @@ class TextSource(Block):
         description="Format of local files: text (a document a line), document (a document a file), json (json or jsonl), parquet, arrow.",
     )
     split: str = Field("train", description="Split of the hub data set.")
-    text_field: str = Field("text", description="Column that holds the text.")
+    text_field: str | Annotated[list[str], Field(min_length=1)] = Field(
+        "text", description="Column that holds the text, or columns to join; a column of lists of strings makes a line of each."
+    )
     heldout_every: int | None = Field(
         None, ge=2, description="Every n-th document (0, n, 2n, ...) is held out: evaluated, never trained on."
     )
@@ -107,7 +109,7 @@ class Data(Block):
     cache_dir: str = Field(
         ".cache/diloco_ds", description="Where prepared blocks and trained tokenizers are kept, by content hash; relative to the working directory."
     )
-    prepare_workers: Positive = Field(2, description="Processes that tokenize while the data is prepared.")
+    prepare_workers: Positive = Field(2, description="Threads that tokenize while the data is prepared.")
 
 
 class Island(Block):
