@@ -1,8 +1,11 @@
 """What goes into and comes out of the syncer's state machine: `syncer.step(event, now) -> actions`.
 
-Events are facts a driver saw (the live exchange, the simulator, the replay of a tape); actions are what it must do, each with its
-reason in words. All are immutable and carry no payload: weights stay with the driver and are named by `update_id`.
-Times are seconds on the driver's own monotonic clock. Fragments are indices 0..P-1; rounds are the global steps t = 1, 2, ... they serve.
+Events are facts a driver saw (the live exchange, the simulator, the replay of a tape); actions are what it
+must do, each with its
+reason in words. All are immutable and carry no payload: weights stay with the driver and are named by
+`update_id`.
+Times are seconds on the driver's own monotonic clock. Fragments are indices 0..P-1; rounds are the global
+steps t = 1, 2, ... they serve.
 """
 
 from __future__ import annotations
@@ -12,10 +15,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 LearnerPhase = Literal["starting", "running", "drained", "stopped"]
-"""starting: not yet stepping; running; drained: its last updates are written and it ends; stopped: ended with a checkpoint."""
+"""starting: not yet stepping; running; drained: its last updates are written and it ends; stopped: ended
+with a checkpoint.
+"""
 
 RunPhase = Literal["run", "drain", "stop", "finished"]
-"""run; drain: the budget is reached, last updates are collected; stop: a stop was asked for; finished: nothing more will be merged."""
+"""run; drain: the budget is reached, last updates are collected; stop: a stop was asked for; finished:
+nothing more will be merged.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Merge `parts`, take the outer step and commit the fragment as `version`; then tell the core with Merged."""
+    """Merge `parts`, take the outer step and commit the fragment as `version`; then tell the core with
+    Merged.
+    """
 
     fragment: int
     round: int
@@ -124,7 +133,9 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep the payload of a late answer for the fragment's next round (it replaces an older one of the same island)."""
+    """Keep the payload of a late answer for the fragment's next round (it replaces an older one of the same
+    island).
+    """
 
     island: str
     fragment: int
@@ -174,7 +185,9 @@ Action = Want | Merge | Keep | Drop | Skip | Membership | Phase
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """All that one island needs to know of the syncer, newest wins (the level, not the edge: losing one loses nothing)."""
+    """All that one island needs to know of the syncer, newest wins (the level, not the edge: losing one
+    loses nothing).
+    """
 
     phase: RunPhase
     global_step: int  # t of the newest opened round
