@@ -18,7 +18,8 @@ LEARNER_MODULE = "diloco_ds.island.learner"
 def launch_command(run_dir: Path, config: RunConfig, island: str, devices: list[int] | None) -> list[str]:
     """The `deepspeed` command that starts island's ranks on this host.
 
-    `devices`: GPU indices, one per rank; None = no GPU here, DeepSpeed takes the CPU. A port is chosen where none is set.
+    `devices`: GPU indices, one per rank; None = no GPU here, DeepSpeed takes the CPU. A port is chosen where
+    none is set.
     """
     settings = config.island(island)
     where = ["--num_gpus", str(settings.ranks)]
@@ -36,7 +37,8 @@ def launch_command(run_dir: Path, config: RunConfig, island: str, devices: list[
 def rank_environment(config: RunConfig, island: str, inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment of the launcher and its ranks; `inherited` is free of MPI's variables already.
 
-    CPU threads per rank are the cores of this process divided by all ranks of the run, unless the island says otherwise.
+    CPU threads per rank are the cores of this process divided by all ranks of the run, unless the island says
+    otherwise.
     """
     settings = config.island(island)
     ranks = sum(each.ranks for each in config.islands)
@@ -48,10 +50,11 @@ def rank_environment(config: RunConfig, island: str, inherited: Mapping[str, str
 
 
 def devices_of(config: RunConfig, island: str, inherited: Mapping[str, str]) -> list[int] | None:
-    """GPU indices for the island's ranks, None where this host has no NVIDIA GPU or the island is to run on the CPU.
+    """GPU indices for the island's ranks, None where this host has no NVIDIA GPU or the island is to run on
+    the CPU.
 
-    Islands take the visible GPUs in the order of the configuration; an island's own CUDA_VISIBLE_DEVICES goes before.
-    UserError where there are too few or they are not given as indices.
+    Islands take the visible GPUs in the order of the configuration; an island's own CUDA_VISIBLE_DEVICES goes
+    before. UserError where there are too few or they are not given as indices.
     """
     settings = config.island(island)
     if {**inherited, **settings.env}.get("DS_ACCELERATOR") == "cpu":
@@ -64,8 +67,8 @@ def devices_of(config: RunConfig, island: str, inherited: Mapping[str, str]) -> 
     devices = visible[start : start + settings.ranks]
     if len(devices) < settings.ranks:
         raise UserError(
-            f"islands.{island}: {settings.ranks} ranks from GPU {start} on, but only {len(visible)} GPUs are visible; "
-            "use fewer ranks, or set env: {CUDA_VISIBLE_DEVICES: ...} for the island"
+            f"islands.{island}: {settings.ranks} ranks from GPU {start} on, but only {len(visible)} GPUs are "
+            "visible; use fewer ranks, or set env: {CUDA_VISIBLE_DEVICES: ...} for the island"
         )
     return devices
 
@@ -96,7 +99,8 @@ def _visible(listed: str | None, island: str) -> list[int]:
         return [int(device) for device in listed.split(",") if device.strip()]
     except ValueError:
         raise UserError(
-            f"islands.{island}: CUDA_VISIBLE_DEVICES={listed} must list indices (0,1,...): DeepSpeed's launcher takes no others"
+            f"islands.{island}: CUDA_VISIBLE_DEVICES={listed} must list indices (0,1,...): "
+            "DeepSpeed's launcher takes no others"
         ) from None
 
 

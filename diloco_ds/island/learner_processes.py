@@ -1,7 +1,8 @@
 """The processes of a learner: found by a mark in their environment, signalled and killed together.
 
-Every process below a launch inherits the mark `run/island/incarnation`. It tells a learner's processes from all others without any
-record of process ids: after the death of the supervisor, of the launcher or of both, nothing is lost and nothing foreign is hit.
+Every process below a launch inherits the mark `run/island/incarnation`. It tells a learner's processes from
+all others without any record of process ids: after the death of the supervisor, of the launcher or of both,
+nothing is lost and nothing foreign is hit.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class LearnerProcesses:
         island: str,
         incarnation: int,
     ) -> LearnerProcesses:
-        """Launch `command` in a session of its own, so that it outlives this process; its output is appended to `log`."""
+        """Launch `command` in a session of its own, so that it outlives this process; its output is appended
+        to `log`.
+        """
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**environment, MARK: mark(run_id, island, incarnation)}
         with log.open("ab") as output:
@@ -77,7 +80,9 @@ class LearnerProcesses:
         return sorted(found, key=lambda process: process.pid)
 
     def find_ranks(self, expected: int) -> bool:
-        """Look for the ranks; True when all `expected` ones have been found. Costs a look at every process of the host."""
+        """Look for the ranks; True when all `expected` ones have been found. Costs a look at every process of
+        the host.
+        """
         if len(self._ranks) < expected:
             self._ranks = _ranks_among(self.members())
         return len(self._ranks) == expected
@@ -85,7 +90,8 @@ class LearnerProcesses:
     def exit_code(self) -> int | None:
         """None while it runs; else the launcher's exit code (-9 = by SIGKILL).
 
-        The code of a learner that another supervisor started cannot be had: 0 as soon as one of its ranks is gone.
+        The code of a learner that another supervisor started cannot be had: 0 as soon as one of its ranks is
+        gone.
         """
         if self._popen is not None:
             return self._popen.poll()
@@ -143,7 +149,9 @@ def _ranks_among(members: list[psutil.Process]) -> dict[int, psutil.Process]:
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
-    """The environment a process was started with; empty for another user's, a dead one, a zombie and this process itself."""
+    """The environment a process was started with; empty for another user's, a dead one, a zombie and this
+    process itself.
+    """
     if process.pid == os.getpid():
         return {}
     try:

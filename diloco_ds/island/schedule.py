@@ -15,11 +15,12 @@ from diloco_ds.errors import UserError
 def token_schedule(
     name: str, args: dict[str, Any], warmup_tokens: int, total_tokens: int, base_lr: float, where: str
 ) -> Callable[[int], float]:
-    """The factor on the learning rate after a number of tokens; it depends on nothing else, so it never restarts.
+    """The factor on the learning rate after a number of tokens; it depends on nothing else, so it never
+    restarts.
 
-    `name` and `args` (scheduler_specific_kwargs) are those of `transformers.get_scheduler`; beyond `total_tokens` the factor stays
-    at its last value. UserError, with `where` in front, for a schedule that is unknown, lacks arguments, has no warm-up though
-    one is asked for, or depends on more than the step.
+    `name` and `args` (scheduler_specific_kwargs) are those of `transformers.get_scheduler`; beyond
+    `total_tokens` the factor stays at its last value. UserError, with `where` in front, for a schedule that
+    is unknown, lacks arguments, has no warm-up though one is asked for, or depends on more than the step.
     """
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=base_lr)
     try:

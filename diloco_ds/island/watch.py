@@ -1,4 +1,6 @@
-"""When a learner counts as hung, and when one that ended is started again: decisions only, no clock and no process."""
+"""When a learner counts as hung, and when one that ended is started again: decisions only, no clock and no
+process.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,17 @@ LEAST_SILENCE_S = 30.0
 SILENCE_FACTOR = 20.0
 """A learner is hung when it is silent for this many times its longest recent step."""
 UNWATCHED_S = 5.0
-"""If the watcher itself was away for longer (stopped, suspended), it has not seen the silence and starts to count anew."""
+"""If the watcher itself was away for longer (stopped, suspended), it has not seen the silence and starts to
+count anew.
+"""
 
 
 class StepRhythm:
     """Finds a hung learner by its own rhythm of steps.
 
-    Nothing is concluded before the learner has made two steps: starting, compiling and loading may take any time. A report that
-    was written again without a new step (a learner that is busy saving writes one now and then) ends the silence, and the
-    interval it falls in is not taken for a step.
+    Nothing is concluded before the learner has made two steps: starting, compiling and loading may take any
+    time. A report that was written again without a new step (a learner that is busy saving writes one now and
+    then) ends the silence, and the interval it falls in is not taken for a step.
     """
 
     def __init__(self, remembered: int = 50) -> None:
@@ -33,7 +37,9 @@ class StepRhythm:
         return bool(self._intervals)
 
     def observe(self, sequence: int, step: int | None, now: float) -> None:
-        """Take in the report with `sequence` number and step clock `step` (None: not stepping yet), seen at `now` (seconds)."""
+        """Take in the report with `sequence` number and step clock `step` (None: not stepping yet), seen at
+        `now` (seconds).
+        """
         away = now - self._looked_at > UNWATCHED_S
         self._looked_at = now
         if away or sequence != self._sequence:
@@ -59,7 +65,8 @@ class StepRhythm:
         silence = now - self._heard_at
         if silence <= limit:
             return None
-        return f"hung: no step for {silence:.0f} s, allowed are {limit:.0f} s (its longest recent step took {longest:.1f} s)"
+        allowed = f"allowed are {limit:.0f} s (its longest recent step took {longest:.1f} s)"
+        return f"hung: no step for {silence:.0f} s, {allowed}"
 
 
 class Restarts:
@@ -82,7 +89,9 @@ class Restarts:
         """Ends in a row without a single step before them."""
 
     def ended(self, stepped_for_s: float | None) -> float | None:
-        """Seconds to wait before the next start, None = give up; `stepped_for_s`: how long it made steps, None = not one."""
+        """Seconds to wait before the next start, None = give up; `stepped_for_s`: how long it made steps,
+        None = not one.
+        """
         self.barren = self.barren + 1 if stepped_for_s is None else 0
         if self.barren >= self._give_up_after:
             return None

@@ -8,7 +8,9 @@ def stepped(rhythm, *times, first=1):
 
 
 def watched(rhythm, sequence, step, start, end):
-    """Look at an unchanged report every second from `start` to `end`; the time at which it counts as hung, or None."""
+    """Look at an unchanged report every second from `start` to `end`; the time at which it counts as hung, or
+    None.
+    """
     for time in range(start, end):
         rhythm.observe(sequence, step, float(time))
         if rhythm.hung(float(time)):

@@ -1,0 +1,142 @@
+"""The step boundary (docs/architecture.md): what all ranks of an island do together after each inner step.
+
+Rank 0 decides (island/lead.py). The decision travels as a few integers over the CPU group; then every rank
+adopts its slices of new fragments and writes its slices of wanted ones. Nothing here waits for any process
+but the island's own ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+from torch import Tensor
+
+from diloco_ds import config
+from diloco_ds.exchange.fragment_box import FragmentBox
+from diloco_ds.island.completion import Completion
+from diloco_ds.island.slices import How
+from diloco_ds.island.transfer import Transfer
+
+_NONE = -1
+
+
+class Then(IntEnum):
+    """What follows the boundary."""
+
+    STEP = 0
+    WAIT = 1  # no further step; a boundary again, since an answer could not be written yet
+    DRAINED = 2  # every update is written: a checkpoint, and the end
+    STOP = 3  # a checkpoint, and the end
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Take `version` of the fragment from the inbox; `snapshot` is the outbox version that rebase measures
+    from, if there is one.
+    """
+
+    version: int
+    snapshot: int | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do at one boundary, the same on each."""
+
+    then: Then
+    save: bool  # write a checkpoint
+    lr_tokens: int  # where the learning rate of the next step stands
+    adopt: dict[int, Adopt] = field(default_factory=dict)  # by fragment
+    answer: tuple[int, ...] = ()  # fragments to write into the outbox; rank 0 has begun them
+
+    def encode(self, fragments: int) -> list[int]:
+        """The decision as 3 + 3 * fragments integers."""
+        per_fragment = [_NONE] * (3 * fragments)
+        for fragment, adopt in self.adopt.items():
+            snapshot = _NONE if adopt.snapshot is None else adopt.snapshot
+            per_fragment[3 * fragment : 3 * fragment + 2] = [adopt.version, snapshot]
+        for fragment in self.answer:
+            per_fragment[3 * fragment + 2] = 1
+        return [self.then, self.save, self.lr_tokens, *per_fragment]
+
+    @classmethod
+    def decode(cls, values: Sequence[int]) -> Decision:
+        """The decision that `encode` made `values` of."""
+        then, save, lr_tokens, *rest = values
+        fragments = range(len(rest) // 3)
+        adopt = {
+            fragment: Adopt(
+                rest[3 * fragment], None if rest[3 * fragment + 1] == _NONE else rest[3 * fragment + 1]
+            )
+            for fragment in fragments
+            if rest[3 * fragment] != _NONE
+        }
+        answer = tuple(fragment for fragment in fragments if rest[3 * fragment + 2] == 1)
+        return cls(Then(then), bool(save), lr_tokens, adopt, answer)
+
+
+class Ranks(Protocol):
+    """What a boundary needs of the engine."""
+
+    rank: int
+    world_size: int
+
+    def broadcast_start(self, values: Sequence[int]) -> None: ...
+
+    def broadcast_wait(self) -> list[int]: ...
+
+    def write_fragment(self, fragment: int, out: Tensor) -> Transfer: ...
+
+    def adopt_fragment(
+        self, fragment: int, source: Tensor, how: How, alpha: float, snapshot: Tensor | None
+    ) -> Transfer: ...
+
+
+class Boundary:
+    """One rank's part in the boundaries of its island."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        inbox: FragmentBox,
+        outbox: FragmentBox,
+        completion: Completion,
+        adoption: config.Adoption,
+    ) -> None:
+        self._ranks, self._inbox, self._outbox, self._completion = ranks, inbox, outbox, completion
+        self._adoption = adoption
+
+    def agree(self, decision: Decision | None) -> Decision:
+        """Rank 0's decision on every rank; the other ranks give None."""
+        if self._ranks.world_size == 1:
+            assert decision is not None
+            return decision
+        fragments = len(self._outbox.numels)
+        self._ranks.broadcast_start(decision.encode(fragments) if decision else [0] * (3 + 3 * fragments))
+        return Decision.decode(self._ranks.broadcast_wait())
+
+    def carry_out(self, decision: Decision, finish: Callable[[], None] | None) -> None:
+        """Adopt and answer. `finish` (rank 0's) is called when the copies of all ranks are done, now or soon."""
+        transfers = [self._adopt(fragment, adopt) for fragment, adopt in decision.adopt.items()]
+        transfers += [
+            self._ranks.write_fragment(fragment, self._outbox.begun(fragment)) for fragment in decision.answer
+        ]
+        if transfers:
+            self._completion.boundary(transfers, finish)
+
+    def _adopt(self, fragment: int, adopt: Adopt) -> Transfer:
+        source = self._inbox.payload(fragment, adopt.version)
+        if source is None:
+            raise RuntimeError(
+                f"version {adopt.version} of fragment {fragment} left the inbox though it was pinned"
+            )
+        how: How = "overwrite" if self._adoption.how == "none" else self._adoption.how
+        snapshot = None
+        if how == "rebase":
+            # Without an answer under the old base nothing is in flight that could be kept.
+            snapshot = None if adopt.snapshot is None else self._outbox.payload(fragment, adopt.snapshot)
+            how = "overwrite" if snapshot is None else how
+        return self._ranks.adopt_fragment(fragment, source, how, self._adoption.alpha, snapshot)
