@@ -264,7 +264,8 @@ class Exchange(Block):
     def _fits(self) -> Exchange:
         if self.fragments > self.period:
             raise ValueError(
-                # LONG                 f"fragments ({self.fragments}) must not exceed period ({self.period}): each fragment needs an inner step of its own"
+                f"fragments ({self.fragments}) must not exceed period ({self.period}): "
+                "each fragment needs an inner step of its own"
             )
         if self.overlap >= self.period:
             raise ValueError(f"overlap ({self.overlap}) must be less than period ({self.period})")
@@ -354,7 +355,8 @@ class RunConfig(Block):
                 raise ValueError(f"islands: the name '{name}' is used twice; names must be unique")
         if self.exchange.quorum > len(self.islands):
             raise ValueError(
-                # LONG                 f"exchange.quorum (K = {self.exchange.quorum}) must not exceed the number of islands (M = {len(self.islands)})"
+                f"exchange.quorum (K = {self.exchange.quorum}) must not exceed "
+                f"the number of islands (M = {len(self.islands)})"
             )
         if self.exchange.adoption.how == "none" and len(self.islands) != 1:
             raise ValueError(
