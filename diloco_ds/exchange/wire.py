@@ -71,6 +71,17 @@ class Message:
         """Raise WireError if the fields contradict each other."""
 
 
+def unpack_one_of(data: bytes, *classes: type[Message]) -> Message:
+    """The message in `data`, which must be of one of `classes`; WireError if it is not."""
+    if len(data) < _ENVELOPE.size:
+        raise WireError(f"{len(data)} bytes are too short for a message")
+    kind = _ENVELOPE.unpack_from(data)[2]
+    for candidate in classes:
+        if candidate.KIND == kind:
+            return candidate.unpack(data)
+    raise WireError(f"a message of kind {kind} does not belong here")
+
+
 @dataclass(frozen=True, slots=True)
 class ReportRecord(Message):
     """The report register: the core's Report and what only logs and drivers need."""

@@ -1,0 +1,129 @@
+"""The two ends of an island's link: what each sends, what it receives, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diloco_ds.errors import UserError
+from diloco_ds.exchange.channel import Channel
+from diloco_ds.exchange.fragment_box import FragmentBox
+from diloco_ds.exchange.fragment_transfer import CHUNK, FragmentReceiver, FragmentSender
+from diloco_ds.exchange.mailbox import Mailbox
+from diloco_ds.exchange.replication import Link, LinkIdentity
+from diloco_ds.exchange.traffic import Traffic
+from diloco_ds.exchange.wire import OrdersRecord, ReportRecord, ThetaHeader, UpdateHeader, WireError
+
+
+def proxy_link(
+    channel: Channel, mailbox: Mailbox, theta: FragmentBox, identity: LinkIdentity, chunk: int = CHUNK
+) -> Link:
+    """The syncer's end: sends orders and the fragments of `theta`, receives the report and the island's
+    updates.
+
+    Of each fragment in `theta`, the syncer's store, only the weights travel: its first numel(p) values, and
+    of its header all but the store's own `extra`. Other proxies read `theta` too, so nothing there is pinned.
+    """
+    _check_fits(mailbox.outbox, identity)
+    if len(theta.numels) != len(identity.numels) or any(
+        held < needed for held, needed in zip(theta.numels, identity.numels, strict=True)
+    ):
+        raise UserError(f"{theta.path}: its fragments are not those of the run's layout; remove it")
+    traffic = Traffic()
+    return Link(
+        channel,
+        identity,
+        traffic,
+        record_out=mailbox.orders,
+        record_in=mailbox.report,
+        check_record=lambda payload: _check_report(payload, identity),
+        sender=FragmentSender(
+            channel, theta, identity.numels, traffic, pin=False, header=_without_extra, chunk=chunk
+        ),
+        receiver=FragmentReceiver(
+            channel,
+            mailbox.outbox,
+            traffic,
+            check=lambda fragment, meta: _check_update(fragment, meta, identity),
+            chunk=chunk,
+        ),
+    )
+
+
+def agent_link(channel: Channel, mailbox: Mailbox, identity: LinkIdentity, chunk: int = CHUNK) -> Link:
+    """The island's end: sends the report and the outbox, of which it is the only reader; receives orders and
+    Theta.
+    """
+    if mailbox.inbox is None:
+        raise UserError(f"{mailbox.folder}: this mailbox has no inbox; an island's end needs one")
+    _check_fits(mailbox.outbox, identity)
+    mailbox.outbox.clear_pins()
+    traffic = Traffic()
+    return Link(
+        channel,
+        identity,
+        traffic,
+        record_out=mailbox.report,
+        record_in=mailbox.orders,
+        check_record=_OrdersCheck(identity.run_id),
+        sender=FragmentSender(channel, mailbox.outbox, identity.numels, traffic, pin=True, chunk=chunk),
+        receiver=FragmentReceiver(
+            channel,
+            mailbox.inbox,
+            traffic,
+            check=lambda fragment, meta: _check_run(ThetaHeader.unpack(meta).run_id, identity.run_id),
+            chunk=chunk,
+        ),
+    )
+
+
+def _check_fits(outbox: FragmentBox, identity: LinkIdentity) -> None:
+    if outbox.numels != identity.numels:
+        raise UserError(f"{outbox.path}: its fragments are not those of the run's layout; remove the mailbox")
+
+
+def _check_run(theirs: str, ours: str) -> None:
+    if theirs != ours:
+        raise WireError(f"it belongs to run {theirs}, this is run {ours}")
+
+
+def _check_island(theirs: str, ours: str) -> None:
+    if theirs != ours:
+        raise WireError(f"it is of island {theirs}, this is the link of {ours}")
+
+
+def _check_report(payload: bytes, identity: LinkIdentity) -> None:
+    record = ReportRecord.unpack(payload)
+    _check_run(record.run_id, identity.run_id)
+    _check_island(record.report.island, identity.island)
+    if record.layout_digest != identity.layout_digest:
+        raise WireError(f"a report with layout {record.layout_digest}, the run has {identity.layout_digest}")
+
+
+def _check_update(fragment: int, meta: bytes, identity: LinkIdentity) -> None:
+    header = UpdateHeader.unpack(meta)
+    _check_run(header.run_id, identity.run_id)
+    _check_island(header.island, identity.island)
+    if header.fragment != fragment or header.numel != identity.numels[fragment]:
+        raise WireError(
+            f"fragment {fragment} has {identity.numels[fragment]} values; "
+            f"its header says fragment {header.fragment}, {header.numel} values"
+        )
+
+
+class _OrdersCheck:
+    """Refuses orders of another run, and of a syncer that a newer one has replaced."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._generation = 0
+
+    def __call__(self, payload: bytes) -> None:
+        orders = OrdersRecord.unpack(payload)
+        _check_run(orders.run_id, self._run_id)
+        if orders.generation < self._generation:
+            raise WireError(f"orders of generation {orders.generation}, the syncer is {self._generation}")
+        self._generation = orders.generation
+
+
+def _without_extra(meta: bytes) -> bytes:
+    return dataclasses.replace(ThetaHeader.unpack(meta), extra=b"").pack()

@@ -1,0 +1,147 @@
+"""Link: keeps the registers at one end of an island's exchange equal to those at the other.
+
+Each end has a record and a fragment box that it sends, and a record and a fragment box that it receives. The
+two ends tell each other what they hold, then whatever is newer travels, and nothing else: a link that starts
+again goes on where the last one was killed. Nothing here blocks, and no order of calls can do harm.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diloco_ds.exchange.channel import Channel
+from diloco_ds.exchange.fragment_transfer import FragmentReceiver, FragmentSender
+from diloco_ds.exchange.link_messages import Accept, Hello, Offer, Taken, Value, unpack_link_message
+from diloco_ds.exchange.record import Record
+from diloco_ds.exchange.traffic import Traffic
+from diloco_ds.exchange.wire import Message, WireError
+
+
+@dataclass(frozen=True)
+class LinkIdentity:
+    """What both ends of a link must agree on."""
+
+    run_id: str
+    layout_digest: str
+    island: str
+    numels: tuple[int, ...]
+
+
+class Link:
+    """One end. `check_record` raises WireError for a value that is foreign; it is then dropped and counted."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        identity: LinkIdentity,
+        traffic: Traffic,
+        *,
+        record_out: Record,
+        record_in: Record,
+        check_record: Callable[[bytes], None],
+        sender: FragmentSender,
+        receiver: FragmentReceiver,
+    ) -> None:
+        self.traffic = traffic
+        self.connected = False
+        self._channel = channel
+        self._identity = identity
+        self._record_in = record_in
+        self._check_record = check_record
+        self._records = _RecordSender(channel, record_out, traffic)
+        self._sender = sender
+        self._receiver = receiver
+        channel.send_message(self._hello().pack())
+
+    def pump(self) -> bool:
+        """Move what is newer, as far as it goes without waiting. False if there was nothing to do."""
+        busy = False
+        while (data := self._channel.receive_message()) is not None:
+            self._take(data)
+            busy = True
+        if not self.connected:
+            return busy
+        steps = (self._records.pump(), self._sender.pump(), self._receiver.pump())
+        return busy or any(steps)
+
+    def _hello(self) -> Hello:
+        return Hello(
+            run_id=self._identity.run_id,
+            layout_digest=self._identity.layout_digest,
+            numels=self._identity.numels,
+            record_checksum=_newest_checksum(self._record_in),
+            versions=self._receiver.versions(),
+        )
+
+    def _take(self, data: bytes) -> None:
+        try:
+            self._dispatch(unpack_link_message(data))
+        except WireError as error:
+            self.traffic.drop(str(error))
+
+    def _dispatch(self, message: Message) -> None:
+        match message:
+            case Hello():
+                self._meet(message)
+            case Value():
+                self._channel.send_message(Taken().pack())
+                self._check_record(message.payload)
+                self._record_in.write(message.payload)
+                self.traffic.records_received += 1
+            case Taken():
+                self._records.taken()
+            case Offer():
+                self._receiver.offered(message)
+            case Accept():
+                self._sender.accepted(message)
+
+    def _meet(self, hello: Hello) -> None:
+        ours, theirs = self._identity, hello
+        if theirs.run_id != ours.run_id:
+            raise WireError(f"the other end belongs to run {theirs.run_id}, this one to {ours.run_id}")
+        if theirs.layout_digest != ours.layout_digest or theirs.numels != ours.numels:
+            raise WireError(f"the other end has layout {theirs.layout_digest}, this one {ours.layout_digest}")
+        self._records.start(hello.record_checksum)
+        self._sender.start(hello.versions)
+        self.connected = True
+
+
+class _RecordSender:
+    """Sends the newest value of a record, one at a time."""
+
+    def __init__(self, channel: Channel, source: Record, traffic: Traffic) -> None:
+        self._channel = channel
+        self._source = source
+        self._traffic = traffic
+        self._sent = 0
+        self._under_way = False
+
+    def start(self, peer_checksum: int) -> None:
+        """The receiver holds a value with this checksum: no need to send the same again."""
+        newest = self._source.read()
+        if newest is not None and zlib.crc32(newest[1]) == peer_checksum:
+            self._sent = newest[0]
+
+    def taken(self) -> None:
+        """The receiver has the last one."""
+        self._under_way = False
+
+    def pump(self) -> bool:
+        """Send if there is something new and the last one has arrived."""
+        if self._under_way or self._source.sequence() == self._sent:
+            return False
+        newest = self._source.read()
+        if newest is None:
+            return False
+        self._sent = newest[0]
+        self._under_way = True
+        self._channel.send_message(Value(newest[1]).pack())
+        self._traffic.records_sent += 1
+        return True
+
+
+def _newest_checksum(record: Record) -> int:
+    newest = record.read()
+    return -1 if newest is None else zlib.crc32(newest[1])
