@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,11 +113,25 @@ class MetricsFollower:
 
 def read_metrics(path: Path, since_offset: int = 0) -> list[Record]:
     """All whole records of `path` from byte `since_offset` on; none if there is no such file."""
-    follower = MetricsFollower(path, since_offset)
-    records = follower.read()
-    if follower.damaged:
-        log.warning("%s: %d damaged lines left out", path, follower.damaged)
-    return records
+    return list(iterate_metrics(path, since_offset))
+
+
+def iterate_metrics(path: Path, since_offset: int = 0) -> Iterator[Record]:
+    """The records of `read_metrics` one after another, for files that do not fit into memory."""
+    if not path.is_file():
+        return
+    damaged = 0
+    with path.open("rb") as file:
+        file.seek(since_offset)
+        for line in file:
+            if not line.endswith(b"\n") or not line.strip():
+                continue
+            record = _parse(line)
+            damaged += record is None
+            if record is not None:
+                yield record
+    if damaged:
+        log.warning("%s: %d damaged lines left out", path, damaged)
 
 
 def last_record(path: Path, kind: Kind) -> Record | None:

@@ -64,7 +64,7 @@ class LossTrend:
 def picture(
     status: Status, events: Sequence[Record], trends: Mapping[str, LossTrend], width: int, height: int
 ) -> RenderableType:
-    """The whole run in a frame: progress, islands, newest events. `width`, `height`: the terminal's, in characters."""
+    """The whole run in a frame, for a terminal of `width` x `height` characters."""
     parts: list[RenderableType] = [_summary(status, width), _below(_island_table(status, trends, width))]
     room = min(max(height - len(status.islands) - 12, 3), 8)
     if events:

@@ -201,7 +201,7 @@ def _island_state(supervisor: SupervisorFile, pids: IslandPids, seen: IslandInSy
     if supervisor.state in _ISLAND_ENDED:
         return str(supervisor.state)
     if not pids.supervisor and not pids.ranks:
-        return "dead" if supervisor.pid is not None else "waiting"
+        return "dead" if supervisor.pid is not None else seen.phase or "waiting"
     state = supervisor.state or "starting"
     if state != "running":
         return state

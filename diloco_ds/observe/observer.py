@@ -1,0 +1,195 @@
+"""The observer: a process of its own that follows metrics.jsonl into Weights & Biases.
+
+    python -m diloco_ds.observe.observer RUN_DIR
+
+One wandb group per run, one wandb run per island and one for the syncer, plotted against tokens: the wandb
+step only counts records, so a learner that goes back to a checkpoint loses no point. The ids of the wandb
+runs follow from the run id, so a resumed run goes on in the same ones. Training does not depend on the
+observer: when wandb cannot be reached it logs offline, when wandb fails it ends, and says so once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Literal
+
+import wandb
+from wandb.errors import Error as WandbError
+from wandb.sdk.lib import wbauth
+
+from diloco_ds.config import RunConfig
+from diloco_ds.config_file import load_config
+from diloco_ds.errors import UserError
+from diloco_ds.observe.manifest import read_manifest
+from diloco_ds.observe.metrics import MetricsFile, MetricsFollower
+from diloco_ds.observe.status import ENDED, read_status
+from diloco_ds.observe.wandb_points import SYNCER, points, wandb_run_of
+from diloco_ds.rundir import RunDir, write_json
+
+POLL_S = 1.0
+STATUS_EVERY = 10  # polls between two looks at whether the run has ended
+INIT_TIMEOUT_S = 30.0
+FINISH_TIMEOUT_S = 10.0
+"""How long the end of one wandb run may take; what is not uploaded by then stays in the run directory."""
+
+Mode = Literal["online", "offline", "disabled"]
+
+log = logging.getLogger("observer")
+
+
+class Observer:
+    """Logs the records of one run directory that no observer before it has logged."""
+
+    def __init__(self, run: RunDir, config: RunConfig, mode: Mode) -> None:
+        self._run, self._config, self._mode = run, config, mode
+        self._manifest = read_manifest(run.root)
+        self._position = run.root / "wandb" / "observer.json"
+        self._follower = MetricsFollower(run.metrics, _logged_up_to(self._position))
+        self._wandb_runs: dict[str, wandb.Run] = {}
+
+    def log_new(self) -> int:
+        """Log what has come since the last call; returns the number of points."""
+        logged = 0
+        for record in self._follower.read():
+            name = wandb_run_of(record)
+            if name is not None and (values := points(record)):
+                self._wandb_run(name).log(values)
+                logged += 1
+        if logged:
+            ids = {name: run.id for name, run in self._wandb_runs.items()}
+            write_json(self._position, {"offset": self._follower.offset, "mode": self._mode, "runs": ids})
+        return logged
+
+    def finish(self) -> None:
+        """End all wandb runs; waits until they are written (offline) or uploaded (online)."""
+        for run in self._wandb_runs.values():
+            run.finish()
+        self._wandb_runs.clear()
+
+    def _wandb_run(self, name: str) -> wandb.Run:
+        if name not in self._wandb_runs:
+            self._wandb_runs[name] = self._start(name)
+        return self._wandb_runs[name]
+
+    def _start(self, name: str) -> wandb.Run:
+        try:
+            return self._init(name)
+        except WandbError as error:
+            if self._mode != "online":
+                raise
+            warn(self._run, f"wandb cannot be reached ({error}); logging offline, upload with wandb sync")
+            self._mode = "offline"
+            return self._init(name)
+
+    def _init(self, name: str) -> wandb.Run:
+        run_id = self._manifest["run_id"]
+        run = wandb.init(
+            project=self._config.observe.wandb.project,
+            entity=self._config.observe.wandb.entity,
+            id=f"{run_id}-{name}",
+            name=f"{self._run.root.name} {name}",
+            group=f"{self._run.root.name} {run_id}",
+            job_type="syncer" if name == SYNCER else "island",
+            dir=str(self._run.root),
+            config={"run": self._config.model_dump(mode="json"), "manifest": self._manifest},
+            mode=self._mode,
+            resume="allow"
+            if self._mode == "online"
+            else None,  # offline there is nobody to ask; `wandb sync` appends
+            reinit="create_new",
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                save_code=False,
+                x_disable_stats=name != SYNCER,  # once a host is enough
+                init_timeout=INIT_TIMEOUT_S,
+                finish_timeout=FINISH_TIMEOUT_S,
+            ),
+        )
+        run.define_metric("tokens", hidden=True)
+        run.define_metric("*", step_metric="tokens", step_sync=False)
+        return run
+
+
+def resolve_mode(setting: str) -> Mode:
+    """`auto`: WANDB_MODE where it is set, else online if the user is logged in to wandb, else offline."""
+    if setting != "auto":
+        return setting  # type: ignore[return-value]
+    settings = wandb.setup().settings
+    if "WANDB_MODE" in os.environ:
+        return {"run": "online", "dryrun": "offline"}.get(settings.mode, settings.mode)  # type: ignore[return-value]
+    logged_in = wbauth.authenticate_session(host=settings.base_url, source="diloco-ds", prompt=False)
+    return "online" if logged_in else "offline"
+
+
+def observe(run: RunDir, stop: threading.Event) -> None:
+    """Follow the run until `stop` is set or the run has ended; then log what is left and finish."""
+    config = load_config(run.config)
+    mode = "disabled" if config.observe.wandb.mode == "disabled" else resolve_mode(config.observe.wandb.mode)
+    if mode == "disabled":
+        return
+    observer = Observer(run, config, mode)
+    log.info("wandb: %s, project %s, group of run %s", mode, config.observe.wandb.project, run.run_id())
+    polls = 0
+    while not stop.is_set():
+        observer.log_new()
+        if polls % STATUS_EVERY == 0 and _is_over(run):
+            break
+        polls += 1
+        stop.wait(POLL_S)
+    observer.log_new()
+    observer.finish()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The process: 0 when everything was logged, 1 when wandb failed, 2 for a wrong run directory."""
+    parser = argparse.ArgumentParser(
+        prog="python -m diloco_ds.observe.observer", description="metrics.jsonl into wandb"
+    )
+    parser.add_argument("run_dir", type=Path, help="run directory; a finished run is logged whole")
+    run = RunDir(parser.parse_args(arguments).run_dir)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the conductor, which ends the observer last
+    os.nice(10)
+    try:
+        read_manifest(run.root)
+        observe(run, stop)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (WandbError, OSError, TimeoutError) as error:
+        warn(run, f"wandb failed and is off from now on: {str(error) or type(error).__name__}")
+        return 1
+    return 0
+
+
+def warn(run: RunDir, reason: str) -> None:
+    """Tell the user, in the log and among the run's events."""
+    log.warning("%s", reason)
+    with MetricsFile(run.metrics) as metrics:
+        metrics.write("event", event="warning", role="observer", reason=reason)
+
+
+def _is_over(run: RunDir) -> bool:
+    status = read_status(run.root)
+    return status.conductor_pid is None and status.state in ENDED
+
+
+def _logged_up_to(position: Path) -> int:
+    """Byte of metrics.jsonl up to which an earlier observer of this run came."""
+    state: dict[str, Any] = json.loads(position.read_text()) if position.is_file() else {}
+    return int(state.get("offset", 0))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
