@@ -98,7 +98,9 @@ class RunDir:
         return self.root / "report.html"
 
     def status(self, role: str) -> Path:
-        """Status and process ids that the process `role` writes of itself, for example 'syncer' or 'supervisor.a'."""
+        """Status and process ids that the process `role` writes of itself, for example 'syncer' or
+        'supervisor.a'.
+        """
         return self.root / "status" / f"{role}.json"
 
     def log(self, role: str) -> Path:
@@ -133,3 +135,7 @@ class SharedMemory:
     def island_end(self, island: str) -> Path:
         """The mailbox of an island at its own end."""
         return self.root / f"{island}.island"
+
+    def link_scratch(self, island: str) -> Path:
+        """What MPI itself keeps for the link of an island; nothing in it matters once the link is dead."""
+        return self.root / f"{island}.link"

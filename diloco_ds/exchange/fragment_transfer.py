@@ -250,4 +250,4 @@ class _Incoming:
 
 
 def _as_bytes(values: torch.Tensor) -> memoryview:
-    return memoryview(values.numpy()).cast("B")
+    return values.numpy().data.cast("B")

@@ -27,6 +27,7 @@ from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.link_ends import agent_link, proxy_link
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.exchange.replication import Link, LinkIdentity
+from diloco_ds.exchange.space import private_folder
 from diloco_ds.rundir import RunDir, SharedMemory, write_json
 
 _BUSY_PAUSE_S = 1e-4
@@ -141,11 +142,12 @@ def main(arguments: list[str]) -> NoReturn:
     watch_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s link %(message)s")
     try:
-        run_dir, island = arguments
+        run_dir, island = RunDir(Path(arguments[0])), arguments[1]
+        private_folder(SharedMemory(run_dir.run_id()).link_scratch(island))  # on another host nobody made it
         from diloco_ds.exchange.link_mpi import MPI, MpiChannel  # initialises MPI: only here, after the watch
 
         world = MPI.COMM_WORLD
-        LinkProcess(RunDir(Path(run_dir)), island, world.rank).run(MpiChannel(world))
+        LinkProcess(run_dir, island, world.rank).run(MpiChannel(world))
     except UserError as error:
         _die(str(error))
     except BaseException:

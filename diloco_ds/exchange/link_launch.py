@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from diloco_ds.errors import UserError
+from diloco_ds.exchange.space import private_folder
+from diloco_ds.rundir import RunDir, SharedMemory
 
 _MPI_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "OPAL_", "HYDRA_", "HYDI_")
 
@@ -31,11 +33,18 @@ _OPEN_MPI_SETTINGS = {
 def link_command(run_dir: Path, island: str, link_args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """(argv, whole environment) of the link of `island`; UserError if there is no mpirun.
 
-    `link_args` are the user's own mpirun arguments: hosts, interfaces.
+    `link_args` are the user's own mpirun arguments: hosts, interfaces. Of this island's links only one may
+    run at a time: what a killed one left in its scratch folder is removed here.
     """
+    mpirun = find_mpirun()
+    scratch = SharedMemory(RunDir(run_dir).run_id()).link_scratch(island)
+    if scratch.exists():
+        shutil.rmtree(scratch)
+    private_folder(scratch)
     program = [sys.executable, "-m", "diloco_ds.exchange.link", str(run_dir), island]
-    environment = {**clean_environment(os.environ), **_OPEN_MPI_SETTINGS}
-    return [str(find_mpirun()), "-n", "2", *link_args, *program], environment
+    scratch_settings = {"TMPDIR": str(scratch), "OMPI_MCA_btl_sm_backing_directory": str(scratch)}
+    environment = {**clean_environment(os.environ), **_OPEN_MPI_SETTINGS, **scratch_settings}
+    return [str(mpirun), "-n", "2", *link_args, *program], environment
 
 
 def find_mpirun() -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,20 +11,18 @@ from diloco_ds.rundir import SharedMemory
 
 
 def private_folder(path: Path) -> None:
-    """Make `path` with mode 0700, and the folder above it likewise; UserError if it is not to be had."""
-    base = path.parent.parent
+    """Make `path` and what is missing above it, mode 0700; UserError if that fails or it is not ours."""
+    top = SharedMemory("").root
+    ours = [folder for folder in (*reversed(path.parents), path) if folder.is_relative_to(top)] or [path]
+    base = ours[0].parent
     if not base.is_dir():
         raise UserError(f"{base} is not there: the exchange needs shared memory (a tmpfs) mounted at {base}")
-    for folder in (path.parent, path):
+    for folder in ours:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                f"{folder}: cannot be made ({error.strerror}); shared memory must be writable"
-            ) from error
-    for folder in (path.parent, path):
-        status = folder.lstat()
-        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+            raise UserError(f"{folder}: cannot be made ({error.strerror}); it must be writable") from error
+        if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
             raise UserError(f"{folder} belongs to somebody else; remove it")
 
 

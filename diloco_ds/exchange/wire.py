@@ -77,7 +77,7 @@ def unpack_one_of(data: bytes, *classes: type[Message]) -> Message:
         raise WireError(f"{len(data)} bytes are too short for a message")
     kind = _ENVELOPE.unpack_from(data)[2]
     for candidate in classes:
-        if candidate.KIND == kind:
+        if kind == candidate.KIND:
             return candidate.unpack(data)
     raise WireError(f"a message of kind {kind} does not belong here")
 
