@@ -190,7 +190,7 @@ def rate(time: Sequence[float], amount: Sequence[float], bins: int = 80) -> tupl
     times, amounts = np.asarray(time, dtype=float), np.nan_to_num(np.asarray(amount, dtype=float))
     if times.size < 2 or times.max() <= times.min():
         return [], []
-    spans = max(min(bins, times.size // 4), 1)
+    spans = max(min(bins, times.size // 10), 1)
     sums, edges = np.histogram(times[1:], bins=spans, range=(times.min(), times.max()), weights=amounts[1:])
     return list((edges[:-1] + edges[1:]) / 2), list(sums / np.diff(edges))
 

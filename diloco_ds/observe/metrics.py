@@ -26,7 +26,8 @@ _to_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 class MetricsFile:
     """The writing end: one record, one line, one `write(2)` on a descriptor opened with O_APPEND.
 
-    Lines of several processes on one host therefore never mix. A disk that is full or gone does not stop the
+    Lines of several processes on one host therefore never mix; a process killed in the middle of a write costs its
+    own record only. A disk that is full or gone does not stop the
     caller: records that could not be written are counted, and the count is written once writing works again.
     """
 
@@ -36,7 +37,6 @@ class MetricsFile:
         self.path = path
         self.lost = 0
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._torn = _ends_torn(self._fd)
 
     def write(self, kind: Kind, /, **fields: Any) -> None:
         """Append a record. NaN and infinities become null, numpy and torch scalars plain numbers.
@@ -66,18 +66,25 @@ class MetricsFile:
                 _line({"time": time.time(), "kind": "event", "event": "metrics_lost", "records": self.lost})
                 + lines
             )
-        if self._torn:
+        if self._ends_torn():
             lines = b"\n" + lines
         try:
             written = os.write(self._fd, lines)
         except OSError as error:
             self._count_as_lost(str(error))
             return
-        self._torn = written != len(lines)
-        if self._torn:
+        if written != len(lines):
             self._count_as_lost(f"only {written} of {len(lines)} bytes were written")
         else:
             self.lost = 0
+
+    def _ends_torn(self) -> bool:
+        """True if the file's last line has no end: its writer was killed in the write, or the disk was full.
+
+        Seen while another process is writing, the answer may be wrong; then an empty line comes of it, no more.
+        """
+        size = os.fstat(self._fd).st_size
+        return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def _count_as_lost(self, why: str) -> None:
         if self.lost == 0:
@@ -184,9 +191,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
         return _plain(value.tolist())
     raise TypeError(f"a {type(value).__name__} cannot be written as a metric")
-
-
-def _ends_torn(fd: int) -> bool:
-    """True if the file's last line has no end: its writer's disk was full, or its host died."""
-    size = os.fstat(fd).st_size
-    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"

@@ -243,7 +243,8 @@ def _time_axis(axes: Axes) -> None:
 
 def _short(value: float, _position: int | None = None) -> str:
     """A tick's number without digits that say nothing: 1M, not 1.00M."""
-    return re.sub(r"\.?0+(?=[kMBT]$)", "", count(value)) if abs(value) >= 1000 else f"{value:g}"
+    text = count(value)
+    return f"{float(text[:-1]):g}{text[-1]}" if text[-1].isalpha() else f"{value:g}"
 
 
 def _legend(axes: Axes, columns: int = 4) -> None:
