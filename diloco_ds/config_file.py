@@ -1,0 +1,292 @@
+"""Run files: YAML to a `RunConfig` and back, `key=value` overrides, absolute paths, errors of one line that say where.
+
+Relative paths in a run file are looked for beside the run file first, then in the working directory; `data.cache_dir`
+always belongs to the working directory. A resolved config holds absolute paths alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from diloco_ds.config import Block, RunConfig
+from diloco_ds.errors import UserError
+from diloco_ds.rundir import write_atomically
+
+KeyPath = tuple[str | int, ...]
+
+COMMAND_LINE = "command line"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: 3e-4 is a number (YAML 1.1 takes it for text)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run described by the YAML file `path`, after `overrides` such as `exchange.quorum=2` or `islands.a.ranks=2`.
+
+    UserError, one line: file and line, key path, what is wrong and what would be right.
+    """
+    tree, lines = _read(path)
+    overridden = [_override(tree, override) for override in overrides]
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(_explain(error, path, lines, overridden)) from None
+    return _with_absolute_paths(config, path.resolve().parent)
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write `config` to `path` as YAML that `load_config` reads back equal."""
+    write_atomically(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120))
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """The file's content, and the line of every key in it."""
+    try:
+        loader = _Loader(path.read_text())
+        root = loader.get_single_node()
+        if not isinstance(root, yaml.MappingNode):
+            raise UserError(
+                f"{path}: a run file is a YAML mapping with keys such as name, budget, model, islands"
+            )
+        lines = dict(_lines(root, (), path))
+        tree: dict[str, Any] = loader.construct_document(root)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise UserError(f"{path}: the run file cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a text file; a run file is YAML in UTF-8") from None
+    except yaml.YAMLError as error:
+        raise UserError(_explain_syntax(error, path)) from None
+    return tree, lines
+
+
+def _lines(node: yaml.Node, at: KeyPath, path: Path) -> Iterator[tuple[KeyPath, int]]:
+    """Key path and line (from 1) of everything below `node`. UserError for a key that stands twice in one mapping."""
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield (*at, index), item.start_mark.line + 1
+            yield from _lines(item, (*at, index), path)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        if name in seen and name != "<<":
+            raise UserError(
+                f"{path}:{line}: {_dotted((*at, name))}: stands twice, in line {seen[name]} already; remove one"
+            )
+        seen[name] = line
+        yield (*at, name), line
+        yield from _lines(value, (*at, name), path)
+
+
+def _explain_syntax(error: yaml.YAMLError, path: Path) -> str:
+    where, problem = str(path), " ".join(str(error).split())
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        where = f"{path}:{error.problem_mark.line + 1}"
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+    return f"{where}: not valid YAML: {problem}"
+
+
+def _override(tree: dict[str, Any], override: str) -> KeyPath:
+    """Set in `tree` what `key.path=value` says; the path that was set. Mappings that are not there yet are made."""
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise UserError(f"{COMMAND_LINE}: '{override}' is not key=value, for example budget.tokens=1000000")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or error
+        raise UserError(f"{COMMAND_LINE}: {dotted}: '{text}' is not a YAML value: {problem}") from None
+    at: KeyPath = ()
+    here: Any = tree
+    for key in keys[:-1]:
+        step = _step(here, key, at)
+        if isinstance(here, dict) and here.get(step) is None:
+            here[step] = {}
+        here = here[step]
+        at = (*at, step)
+    last = _step(here, keys[-1], at)
+    here[last] = value
+    return (*at, last)
+
+
+def _step(here: Any, key: str, at: KeyPath) -> str | int:
+    """`key` as the key of a mapping, the index into a list, or the name of an item of a list."""
+    if isinstance(here, dict):
+        return key
+    where = f"{COMMAND_LINE}: {_dotted(at)}"
+    if not isinstance(here, list):
+        raise UserError(f"{where}: is the value {here!r} and has no '{key}' in it")
+    if key.isdecimal():
+        if int(key) < len(here):
+            return int(key)
+        raise UserError(f"{where}: has no item {key}; they are numbered 0 to {len(here) - 1}")
+    names = [item.get("name") if isinstance(item, dict) else None for item in here]
+    if key in names:
+        return names.index(key)
+    known = ", ".join(str(name) for name in names if name is not None)
+    raise UserError(
+        f"{where}: has no item '{key}'; " + (f"there are {known}" if known else f"use 0 to {len(here) - 1}")
+    )
+
+
+def _explain(
+    error: ValidationError, path: Path, lines: dict[KeyPath, int], overridden: Sequence[KeyPath]
+) -> str:
+    """The most telling of the errors, in one line. An unknown key comes first: it is often why another one is missing."""
+    found = error.errors(include_url=False)
+    first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
+    key = tuple(first["loc"])
+    if any(key[: len(set_path)] == set_path for set_path in overridden):
+        where = COMMAND_LINE
+    else:
+        known = next((key[:end] for end in range(len(key), 0, -1) if key[:end] in lines), None)
+        where = f"{path}:{lines[known]}" if known else str(path)
+    return ": ".join(part for part in (where, _dotted(_own_keys(key)), _what(first)) if part)
+
+
+def _own_keys(key: KeyPath) -> KeyPath:
+    """`key` without what pydantic adds for the branches of a union, such as 'list[str]'."""
+    block: type[Block] | None = RunConfig
+    for end, part in enumerate(key):
+        if isinstance(part, int):
+            continue
+        if block is None:
+            return key[:end] if end and isinstance(key[end - 1], str) else key
+        block = _block_in(block.model_fields[part].annotation) if part in block.model_fields else None
+    return key
+
+
+_WANTED = {
+    "int": "must be a whole number",
+    "float": "must be a number",
+    "string_type": "must be text; put it in quotes",
+    "bool": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be a block of keys",
+    "model_type": "must be a block of keys",
+}
+
+
+def _what(error: ErrorDetails) -> str:
+    """What is wrong, and what would be right."""
+    kind, key, given = error["type"], tuple(error["loc"]), error["input"]
+    if kind == "extra_forbidden":
+        return f"unknown key; {_instead(key)}"
+    if kind == "missing":
+        block = _block_at(key[:-1])
+        description = block.model_fields[str(key[-1])].description if block else None
+        return "is missing" + (f": {description}" if description else "")
+    if kind == "value_error":
+        return str(error["ctx"]["error"])
+    wanted = next((text for prefix, text in _WANTED.items() if kind.startswith(prefix)), None)
+    if wanted is None:
+        message = re.sub(r"^(Input|String|List) should ", "must ", error["msg"])
+        wanted = message.replace("must match pattern '^[a-z0-9][a-z0-9_-]{0,31}$'", _NAME_RULE)
+    return f"{wanted}, not {_shown(given)}"
+
+
+_NAME_RULE = "must be 1 to 32 small letters, digits, - and _, the first a letter or digit"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _instead(key: KeyPath) -> str:
+    """What may have been meant by the unknown last part of `key`."""
+    unknown, block = str(key[-1]), _block_at(key[:-1])
+    here = list(block.model_fields) if block else []
+    if near := difflib.get_close_matches(unknown, here, n=1):
+        return f"did you mean '{near[0]}'?"
+    everywhere = list(_all_keys(RunConfig, ""))
+    near = difflib.get_close_matches(unknown, [each.rpartition(".")[2] for each in everywhere], n=1)
+    if near:
+        return f"did you mean {' or '.join(each for each in everywhere if each.endswith('.' + near[0]))}?"
+    return f"the keys here are {', '.join(here)}"
+
+
+def _all_keys(block: type[Block], prefix: str) -> Iterator[str]:
+    for name, field in block.model_fields.items():
+        yield prefix + name
+        inner = _block_in(field.annotation)
+        if inner is not None:
+            yield from _all_keys(inner, f"{prefix}{name}.")
+
+
+def _block_at(key: KeyPath) -> type[Block] | None:
+    """The class of the block at `key`; None where there is none."""
+    block: type[Block] | None = RunConfig
+    for part in key:
+        if block is None:
+            return None
+        if isinstance(part, str):
+            field = block.model_fields.get(part)
+            block = _block_in(field.annotation) if field else None
+    return block
+
+
+def _block_in(annotation: Any) -> type[Block] | None:
+    """The block class an annotation names, alone or inside list[...] or a union."""
+    if isinstance(annotation, type) and issubclass(annotation, Block):
+        return annotation
+    return next((block for part in get_args(annotation) if (block := _block_in(part))), None)
+
+
+def _dotted(key: KeyPath) -> str:
+    return ".".join(str(part) for part in key)
+
+
+def _with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
+    tree = config.model_dump(mode="json")
+    model, tokenizer, data, evaluation = (tree[key] for key in ("model", "tokenizer", "data", "evaluation"))
+    if model["config_file"] is not None:
+        model["config_file"] = _found(model["config_file"], base)
+    model["checkpoint"] = _found_or_hub(model["checkpoint"], base)
+    tokenizer["path"] = _found_or_hub(tokenizer["path"], base)
+    data["cache_dir"] = str(Path.cwd() / Path(data["cache_dir"]).expanduser())
+    for source in data["sources"]:
+        if source["files"] is not None and source["package"] is None:
+            source["files"] = _found(source["files"], base)
+    evaluation["task_dirs"] = [_found(directory, base) for directory in evaluation["task_dirs"]]
+    return RunConfig.model_validate(tree)
+
+
+def _found(name: str, base: Path) -> str:
+    """The absolute path (or glob) that `name` means; beside the run file where there is nothing of that name at all."""
+    beside, here = (_absolute(name, directory) for directory in (base, Path.cwd()))
+    return here if not _exists(beside) and _exists(here) else beside
+
+
+def _found_or_hub(name: str | None, base: Path) -> str | None:
+    """The absolute path of the local directory `name`; `name` itself, a hub name, where there is no such directory."""
+    if name is None:
+        return None
+    path = _found(name, base)
+    return path if _exists(path) else name
+
+
+def _absolute(name: str, directory: Path) -> str:
+    path = directory / Path(name).expanduser()
+    return str(path) if glob.has_magic(name) else str(path.resolve())
+
+
+def _exists(pattern: str) -> bool:
+    return Path(pattern).exists() or any(glob.iglob(pattern, recursive=True))
