@@ -20,7 +20,7 @@ from diloco_ds import config
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.errors import UserError
 from diloco_ds.island.deepspeed_settings import prepared
-from diloco_ds.island.slices import How, Placement, Ranks, adopt, find_slices, undo_first_step
+from diloco_ds.island.slices import How, Ranks, adopt, find_slices, undo_first_step
 from diloco_ds.island.timing import StepResult, StepTimer
 from diloco_ds.island.transfer import HostMemory, Transfer
 from diloco_ds.model.build import travelling_parameters
@@ -234,7 +234,7 @@ class Engine:
 
     def _find_slices(self) -> None:
         parameters = travelling_parameters(self._engine.module.model)
-        self._slices = find_slices(self._engine.optimizer, parameters, _placements(self._layout), self._ranks)
+        self._slices = find_slices(self._engine.optimizer, parameters, self._layout, self._ranks)
 
 
 def connect() -> None:
@@ -243,11 +243,3 @@ def connect() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # An MPI environment around the launcher must not change the world size.
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-
-
-def _placements(layout: FragmentLayout) -> list[list[Placement]]:
-    """Where each tensor lies in its flat fragment."""
-    return [
-        [Placement(spec.name, start, start + spec.numel) for spec, start in layout.tensors(fragment)]
-        for fragment in range(layout.fragments)
-    ]

@@ -11,22 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
 
+from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.errors import UserError
 
 How = Literal["overwrite", "mix", "rebase"]
-
-
-class Placement(NamedTuple):
-    """A tensor's range [start, stop) in its flat fragment."""
-
-    name: str
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,31 +100,27 @@ class Ranks:
 
 
 def find_slices(
-    optimizer: Any,
-    parameters: dict[str, nn.Parameter],
-    fragments: Sequence[Sequence[Placement]],
-    ranks: Ranks,
+    optimizer: Any, parameters: dict[str, nn.Parameter], layout: FragmentLayout, ranks: Ranks
 ) -> list[FragmentSlices]:
-    """The slices of every fragment, given as its tensors in order. A collective: the ranks compare what they
-    hold.
+    """The slices of every fragment. A collective: the ranks compare what they hold.
 
     UserError if the settings of DeepSpeed leave no fp32 master that can be written.
     """
-    masters = _MasterFinder(optimizer)
+    finder = _MasterFinder(optimizer)
     found = []
-    for tensors in fragments:
-        fragment = FragmentSlices(max(tensor.stop for tensor in tensors))
-        for tensor in tensors:
-            _add(fragment, masters, parameters[tensor.name], tensor.start)
-        fragment.owned = _own_share(fragment, ranks) if masters.replicated else fragment.masters
+    for index in range(layout.fragments):
+        fragment = FragmentSlices(layout.numel(index))
+        for placed in layout.tensors_of(index):
+            _add(fragment, finder, parameters[placed.spec.name], placed.offset)
+        fragment.owned = _own_share(fragment, ranks) if finder.replicated else fragment.masters
         found.append(fragment)
-    _compare(found, fragments, ranks)
+    _compare(found, layout, ranks)
     return found
 
 
-def _add(fragment: FragmentSlices, masters: _MasterFinder, parameter: nn.Parameter, offset: int) -> None:
+def _add(fragment: FragmentSlices, finder: _MasterFinder, parameter: nn.Parameter, offset: int) -> None:
     """Add the slices of one parameter that lies at `offset` in the fragment."""
-    for part in masters.find(parameter):
+    for part in finder.find(parameter):
         if part.tensor.dtype != torch.float32:
             raise UserError(f"deepspeed: the master weights are {part.tensor.dtype}, they must be fp32")
         if not part.held():
@@ -139,7 +128,7 @@ def _add(fragment: FragmentSlices, masters: _MasterFinder, parameter: nn.Paramet
                 "deepspeed: the master weights are not in memory (NVMe offload): they cannot be exchanged"
             )
         fragment.masters.append(part.moved(offset))
-    for part in masters.copies(parameter):
+    for part in finder.copies(parameter):
         fragment.copies.append(part.moved(offset))
 
 
@@ -149,27 +138,25 @@ def _own_share(fragment: FragmentSlices, ranks: Ranks) -> list[Slice]:
     return [part for master in fragment.masters if (part := master.cut(low, high))]
 
 
-def _compare(found: Sequence[FragmentSlices], fragments: Sequence[Sequence[Placement]], ranks: Ranks) -> None:
-    """Check over all ranks that every element has one owner, and learn which tensors `mix` and `rebase` must
+def _compare(found: Sequence[FragmentSlices], layout: FragmentLayout, ranks: Ranks) -> None:
+    """Check over all ranks that every element has one owner; learn which tensors `mix` and `rebase` must
     send.
     """
     owned = [sum(part.length for part in fragment.owned) for fragment in found]
-    lacking = [
-        int(fragment.lacks_master(t.start, t.stop))
-        for fragment, tensors in zip(found, fragments, strict=True)
-        for t in tensors
-    ]
+    ranges = [(p.fragment, p.offset, p.offset + p.spec.numel) for p in layout.tensors]
+    lacking = [int(found[fragment].lacks_master(start, stop)) for fragment, start, stop in ranges]
     counts = torch.tensor(owned + lacking, dtype=torch.int64, device=ranks.device)
     ranks.sum(counts)
     sums = counts.tolist()
-    flags = iter(sums[len(found) :])
-    for index, (fragment, tensors) in enumerate(zip(found, fragments, strict=True)):
+    for index, fragment in enumerate(found):
         if sums[index] != fragment.numel:
             raise UserError(
                 f"deepspeed: these settings hide master weights: of the {fragment.numel} elements of "
                 f"fragment {index} the ranks hold {sums[index]}"
             )
-        fragment.shared = [(tensor.start, tensor.stop) for tensor in tensors if next(flags)]
+    for (index, start, stop), ranks_lacking in zip(ranges, sums[len(found) :], strict=True):
+        if ranks_lacking:
+            found[index].shared.append((start, stop))
 
 
 class _MasterFinder:
@@ -222,16 +209,16 @@ def _unsharded_masters(optimizer: Any) -> Iterator[tuple[nn.Parameter, Slice]]:
     """ZeRO-0 in low precision: each parameter with the whole master that DeepSpeed's wrapper keeps, flat
     (FP16_Optimizer) or not.
     """
-    flat = getattr(optimizer, "fp32_groups_flat", None)
-    single = getattr(optimizer, "fp32_groups", None)
-    if flat is None and single is None:
-        return
-    for index, group in enumerate(optimizer.fp16_groups):
-        offset = 0
-        for position, parameter in enumerate(group):
-            tensor, at = (flat[index], offset) if flat is not None else (single[index][position], 0)
-            yield parameter, Slice(0, parameter.numel(), tensor, at)
-            offset += parameter.numel()
+    if hasattr(optimizer, "fp32_groups_flat"):
+        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            offset = 0
+            for parameter in group:
+                yield parameter, Slice(0, parameter.numel(), flat, offset)
+                offset += parameter.numel()
+    elif hasattr(optimizer, "fp32_groups"):
+        for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            for parameter, master in zip(group, masters, strict=True):
+                yield parameter, Slice(0, parameter.numel(), master)
 
 
 @torch.no_grad()

@@ -26,6 +26,12 @@ round number.
 """
 
 
+UNDECLARED = frozenset({"head_dim"})
+"""Fields that models read though not every config class declares them (Qwen3-MoE and Mixtral read
+`head_dim`).
+"""
+
+
 def build_config(
     model: config.Model, vocab_size: int, special_tokens: Mapping[str, int | None] | None = None
 ) -> PreTrainedConfig:
@@ -63,10 +69,19 @@ def travelling_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def tensor_specs(model: PreTrainedModel) -> list[TensorSpec]:
-    """What is exchanged of `model`: a spec for each of its `travelling_parameters`, in that order."""
-    embedding = model.get_input_embeddings().weight
+    """What is exchanged of `model`: a spec for each of its `travelling_parameters`, in that order.
+
+    Flagged as embeddings are the token embedding and any other table with a row per token (Gemma's per-layer
+    one).
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    tables = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.num_embeddings == vocabulary
+    }
     return [
-        TensorSpec(name, tuple(parameter.shape), parameter is embedding)
+        TensorSpec(name, tuple(parameter.shape), id(parameter) in tables)
         for name, parameter in travelling_parameters(model).items()
     ]
 
@@ -117,7 +132,7 @@ def _from_file(
     except Exception as error:  # whatever a config class finds wrong with its fields
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: {config_class.__name__} refuses these fields: {reason}") from error
-    _refuse_unknown(set(hf_config.__dict__) - known, known, f"{path}: {config_class.__name__}")
+    _refuse_unknown(set(hf_config.__dict__) - known - UNDECLARED, known, f"{path}: {config_class.__name__}")
     return hf_config
 
 
