@@ -1,11 +1,11 @@
 """When checkpoints and snapshots are written: in one background thread, one at a time, so that merging goes on.
 
-A disk that is full or gone costs checkpoints, never training: the failure is told once, and the next due time tries again.
+A disk that is full or gone costs checkpoints, never training: the failure is told once, and the next due
+time tries again.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +25,9 @@ class Saver:
     All methods are called from the syncer's one thread; `tell` too.
     """
 
-    def __init__(self, run: RunDir, config: RunConfig, store: Store, facts: Callable[[], Facts], tell: Tell) -> None:
+    def __init__(
+        self, run: RunDir, config: RunConfig, store: Store, facts: Callable[[], Facts], tell: Tell
+    ) -> None:
         self._run, self._config, self._store = run, config, store
         self._facts, self._tell = facts, tell
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
@@ -94,7 +96,6 @@ class Saver:
 
     def _snapshot(self, facts: Facts) -> str:
         target = self._run.snapshots / str(facts.tokens)
-        if target.exists():  # of an earlier life that merged the same tokens again
-            shutil.rmtree(target)
-        save(target, self._store, facts, with_outer=False)
+        if not target.exists():  # an earlier life may have come by the same number of tokens
+            save(target, self._store, facts, with_outer=False)
         return f"{target.relative_to(self._run.root)}: {facts.tokens} tokens, global step {facts.global_step}"

@@ -1,13 +1,16 @@
 """The global state on disk: checkpoints to go on from, and snapshots of the global weights to evaluate.
 
-A checkpoint is a directory ``checkpoints/syncer/NNNNNN``; a snapshot, ``snapshots/TOKENS``, is the same without ``outer.safetensors``.
+A checkpoint is a directory ``checkpoints/syncer/NNNNNN``; a snapshot, ``snapshots/TOKENS``, is the same
+without ``outer.safetensors``.
 
     theta.safetensors   every travelling tensor under its own name, fp32
     outer.safetensors   the outer optimizer's buffers, ``FRAGMENT.BUFFER``, flat fp32 as long as the fragment
-    state.json          marks of all fragments (version, round, tokens, what was merged), global step and tokens, hashes of both files
+    state.json          marks of all fragments (version, round, tokens, what was merged), global step and
+                        tokens, hashes of the files
 
-A directory is written under a hidden name and renamed when it is whole and on disk. Fragments are copied one after the other while
-merging goes on, each of them whole; their versions may therefore differ by the merges made meanwhile, and each is recorded.
+A directory is written under a hidden name and renamed when it is whole and on disk. Fragments are copied
+one after the other while merging goes on, each of them whole; their versions may therefore differ by the
+merges made meanwhile, and each is recorded.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.exchange.failpoint import failpoint
-from diloco_ds.exchange.store import Mark, Store
+from diloco_ds.exchange.store import Mark, Store, flatten
 from diloco_ds.exchange.tensor_file import TensorFileWriter, file_sha256
 
 FORMAT = 1
@@ -47,14 +51,17 @@ class Facts:
 
 
 def save(target: Path, store: Store, facts: Facts, *, with_outer: bool) -> None:
-    """Write `target` (a directory that must not exist) from `store`. OSError if the disk does not take it; nothing is left then."""
+    """Write `target`, a directory that must not exist, from `store`.
+
+    OSError if the disk does not take it; nothing is left behind then.
+    """
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         state = _write_tensors(partial, store, with_outer)
         failpoint("checkpoint.tensors")
-        state |= {"format": FORMAT, "layout": store.layout.digest(), **asdict(facts)}
+        state |= {"format": FORMAT, "layout": store.layout.digest, **asdict(facts)}
         _write_durably(partial / "state.json", json.dumps(state, indent=1) + "\n")
         failpoint("checkpoint.before_rename")
         os.rename(partial, target)
@@ -80,7 +87,9 @@ def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in `directory`, oldest first."""
     if not directory.is_dir():
         return []
-    return sorted((path for path in directory.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+    return sorted(
+        (path for path in directory.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)
+    )
 
 
 def remove_unfinished(directory: Path) -> None:
@@ -93,29 +102,30 @@ def restore_checkpoint(path: Path, store: Store, run_id: str) -> None:
     """Fill the empty `store` from the checkpoint at `path`. BadCheckpoint if it is damaged or of another run or layout."""
     state = _verified_state(path, store, run_id)
     with _tensors(path / "theta.safetensors") as theta, _tensors(path / "outer.safetensors") as outer:
-        for index, fragment in enumerate(store.layout.fragments):
-            payload = torch.empty(store.payload_numel(index))
-            store.layout.flatten(index, theta.get_tensor, out=payload[: fragment.numel])
-            for number, buffer in enumerate(store.buffers, start=1):
-                start = number * fragment.numel
-                payload[start : start + fragment.numel] = outer.get_tensor(f"{index}.{buffer}")
-            store.put(index, payload, Mark.from_json(state["fragments"][index]))
+        for fragment, mark in enumerate(state["fragments"]):
+            weights, buffers = store.begin(fragment)
+            flatten(store.layout, fragment, theta.get_tensor, weights)
+            for name, buffer in buffers.items():
+                buffer.copy_(outer.get_tensor(f"{fragment}.{name}"))
+            store.commit(fragment, Mark.from_json(mark), state["generation"])
 
 
 def _write_tensors(partial: Path, store: Store, with_outer: bool) -> dict[str, Any]:
     """Copy all fragments into the files; returns what state.json says of them."""
     layout = store.layout
     marks = []
-    scratch = torch.empty(max(store.payload_numel(index) for index in range(len(layout.fragments))))
+    scratch = torch.empty(max(store.payload_numel(fragment) for fragment in range(layout.fragments)))
     with contextlib.ExitStack() as files:
-        theta = _open_writer(files, partial / "theta.safetensors", layout.tensor_shapes())
-        outer = _open_writer(files, partial / "outer.safetensors", _outer_shapes(store)) if with_outer else None
-        for index, fragment in enumerate(layout.fragments):
-            payload = scratch[: store.payload_numel(index)]
-            marks.append(store.copy(index, payload).to_json())
-            theta.write(payload[: fragment.numel])
+        theta = _open_writer(files, partial / "theta.safetensors", _theta_shapes(layout))
+        outer = (
+            _open_writer(files, partial / "outer.safetensors", _outer_shapes(store)) if with_outer else None
+        )
+        for fragment, numel in enumerate(layout.numels):
+            payload = scratch[: store.payload_numel(fragment)]
+            marks.append(store.copy(fragment, payload).to_json())
+            theta.write(payload[:numel])
             if outer is not None:
-                outer.write(payload[fragment.numel :])
+                outer.write(payload[numel:])
         files_written = {file.path.name: file.close() for file in (theta, outer) if file is not None}
     return {"fragments": marks, "files": files_written}
 
@@ -128,11 +138,14 @@ def _open_writer(
     return writer
 
 
+def _theta_shapes(layout: FragmentLayout) -> list[tuple[str, tuple[int, ...]]]:
+    return [(placed.spec.name, placed.spec.shape) for placed in layout.tensors]
+
+
 def _outer_shapes(store: Store) -> list[tuple[str, tuple[int, ...]]]:
+    numels = store.layout.numels
     return [
-        (f"{index}.{buffer}", (fragment.numel,))
-        for index, fragment in enumerate(store.layout.fragments)
-        for buffer in store.buffers
+        (f"{fragment}.{name}", (numel,)) for fragment, numel in enumerate(numels) for name in store.buffers
     ]
 
 
@@ -141,7 +154,7 @@ def _verified_state(path: Path, store: Store, run_id: str) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((path / "state.json").read_text())
         wrong = [
             f"{key} is {state[key]}, not {right}"
-            for key, right in {"format": FORMAT, "run_id": run_id, "layout": store.layout.digest()}.items()
+            for key, right in {"format": FORMAT, "run_id": run_id, "layout": store.layout.digest}.items()
             if state[key] != right
         ]
         wrong += [

@@ -1,7 +1,8 @@
 """Writing a safetensors file piece by piece, so that saving never needs the memory of a second model.
 
-The `safetensors` library writes tensors that are all in memory. Here the header comes first and the values follow in any number of
-pieces, in the order of the tensors; the result is an ordinary file that `safetensors` reads.
+The `safetensors` library writes tensors that are all in memory. Here the header comes first and the values
+follow in any number of pieces, in the order of the tensors; the result is an ordinary file that
+`safetensors` reads.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class TensorFileWriter:
     def write(self, values: torch.Tensor) -> None:
         """Append `values`, flat fp32 on the CPU: the next elements in the order of the tensors."""
         if values.dtype != torch.float32 or values.dim() != 1 or values.numel() > self._left:
-            raise ValueError(f"{self.path}: {values.numel()} values of {values.dtype} do not fit the {self._left} left")
+            raise ValueError(
+                f"{self.path}: {values.numel()} values of {values.dtype} do not fit the {self._left} left"
+            )
         self._left -= values.numel()
         self._put(values.numpy())
 

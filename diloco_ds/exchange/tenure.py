@@ -1,9 +1,10 @@
 """Who may advance a run: one syncer at a time, each with a generation of its own.
 
-The file ``syncer.generation`` of the run directory holds the generation of the newest syncer and is locked (flock) by it for as long
-as its process lives. The kernel drops the lock when the process is dead, and only then: a syncer that was stopped (SIGSTOP) keeps it,
-so nobody can take over while it might come back. Where a file system does not keep that promise (some network file systems), or the
-run directory was replaced, `check` finds the newer generation before every commit and the old syncer writes nothing more.
+The file ``syncer.generation`` of the run directory holds the generation of the newest syncer and is locked
+(flock) by it for as long as its process lives. The kernel drops the lock when the process is dead, and only
+then: a syncer that was stopped (SIGSTOP) keeps it, so nobody can take over while it might come back. Where
+a file system does not keep that promise (some network file systems), or the run directory was replaced,
+`check` finds the newer generation before every commit and the old syncer writes nothing more.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Tenure:
         except FileNotFoundError:
             raise Superseded(f"{self.path} is gone: the run directory was removed") from None
         if newest != self.generation:
-            raise Superseded(f"generation {newest} advances this run, this syncer is generation {self.generation}")
+            raise Superseded(
+                f"generation {newest} advances this run, this syncer is generation {self.generation}"
+            )
 
     def release(self) -> None:
         """Let another syncer take the run."""
@@ -61,7 +64,9 @@ class Tenure:
     def __enter__(self) -> Tenure:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()
 
 

@@ -1,0 +1,137 @@
+"""What comes in from one island: its reports and updates, checked before the core hears of them.
+
+A report or update that is malformed, of another run, layout or incarnation, of a wrong shape or not finite
+raises Refusal: it is dropped and counted, nothing else happens. A sound update stays in the mailbox,
+pinned, until it is merged, kept or dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from diloco_ds.exchange.mailbox import Mailbox
+from diloco_ds.exchange.wire import ReportRecord, UpdateHeader, WireError
+
+
+class Refusal(Exception):
+    """Why a report or update is not let in: `kind` is counted, the message says what exactly."""
+
+    def __init__(self, kind: str, what: str) -> None:
+        super().__init__(what)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A learner's update: the header and a view of its payload, fp32[numel], in the mailbox."""
+
+    header: UpdateHeader
+    payload: torch.Tensor
+
+
+class Intake:
+    """The mailbox of island `name` at the syncer's end."""
+
+    def __init__(self, name: str, mailbox: Mailbox, run_id: str, layout_digest: str) -> None:
+        self.name = name
+        self.mailbox = mailbox
+        self.report: ReportRecord | None = None
+        self._run_id, self._layout_digest = run_id, layout_digest
+        self._report_sequence = 0
+        self._seen = [-1] * len(mailbox.outbox.numels)  # newest version of the outbox that was looked at
+        mailbox.outbox.clear_pins()
+
+    def new_report(self) -> ReportRecord | None:
+        """The newest report if it was not read before; Refusal if it is unsound."""
+        if self.mailbox.report.sequence() == self._report_sequence:
+            return None
+        newest = self.mailbox.report.read()
+        if newest is None or newest[0] == self._report_sequence:
+            return None
+        self._report_sequence = newest[0]
+        self.report = self._checked_report(newest[1])
+        return self.report
+
+    def changed_fragments(self) -> Iterator[int]:
+        """Fragments whose outbox holds something not looked at yet."""
+        outbox = self.mailbox.outbox
+        return (fragment for fragment, seen in enumerate(self._seen) if outbox.version(fragment) > seen)
+
+    def take_update(self, fragment: int) -> Update | None:
+        """The newest update of `fragment`, pinned; Refusal if it is unsound.
+
+        None if it cannot be judged yet: it is being replaced, or comes from an incarnation that has not reported.
+        """
+        outbox = self.mailbox.outbox
+        version = outbox.version(fragment)
+        if not outbox.pin(fragment, version):
+            return None
+        try:
+            update = self._checked_update(fragment, version)
+        except Refusal:
+            self._seen[fragment] = version
+            outbox.unpin(fragment)
+            raise
+        if update is None:
+            outbox.unpin(fragment)
+        else:
+            self._seen[fragment] = version
+        return update
+
+    def release(self, fragment: int) -> None:
+        """The update of `fragment` is not needed any more: let the island's link write over it."""
+        self.mailbox.outbox.unpin(fragment)
+
+    def _checked_report(self, data: bytes) -> ReportRecord:
+        try:
+            record = ReportRecord.unpack(data)
+        except WireError as error:
+            raise Refusal("malformed", f"report: {error}") from error
+        report = record.report
+        self._check_run(record.run_id, report.island)
+        if record.layout_digest != self._layout_digest:
+            raise Refusal("wrong_layout", f"report: layout {record.layout_digest}, not {self._layout_digest}")
+        if len(report.base) != len(self._seen):
+            raise Refusal("wrong_shape", f"report: {len(report.base)} fragments, not {len(self._seen)}")
+        if self.report is not None and report.incarnation < self.report.report.incarnation:
+            raise Refusal("old_incarnation", f"report of incarnation {report.incarnation}")
+        return record
+
+    def _checked_update(self, fragment: int, version: int) -> Update | None:
+        outbox = self.mailbox.outbox
+        payload, meta = outbox.payload(fragment, version), outbox.meta(fragment, version)
+        if payload is None or meta is None:
+            return None
+        header = self._checked_header(fragment, meta, payload.numel())
+        if self.report is None or header.incarnation > self.report.report.incarnation:
+            return None
+        if header.incarnation < self.report.report.incarnation:
+            raise Refusal("old_incarnation", f"update {header.update_id} of incarnation {header.incarnation}")
+        return Update(header, payload)
+
+    def _checked_header(self, fragment: int, meta: bytes, numel: int) -> UpdateHeader:
+        try:
+            header = UpdateHeader.unpack(meta)
+        except WireError as error:
+            raise Refusal("malformed", f"update of fragment {fragment}: {error}") from error
+        self._check_run(header.run_id, header.island)
+        if (header.fragment, header.numel) != (fragment, numel):
+            raise Refusal(
+                "wrong_shape",
+                f"update {header.update_id}: fragment {header.fragment} of {header.numel} values where fragment {fragment} "
+                f"has {numel}",
+            )
+        if header.steps < 0 or header.tokens < 0:
+            raise Refusal(
+                "malformed", f"update {header.update_id}: {header.steps} steps, {header.tokens} tokens"
+            )
+        return header
+
+    def _check_run(self, run_id: str, island: str) -> None:
+        if run_id != self._run_id:
+            raise Refusal("wrong_run", f"from run {run_id}, this is {self._run_id}")
+        if island != self.name:
+            raise Refusal("wrong_island", f"from island {island} in the mailbox of {self.name}")
