@@ -1,8 +1,8 @@
 """Packing: documents become one stream of tokens, and that becomes blocks of one length.
 
-The stream is, for every document, BOS (if the tokenizer has one), its tokens, EOS. Every block starts with
-BOS too, in the middle of a document as well: models that know BOS, Gemma above all, go astray without it.
-What is left at the end of the stream and does not fill a block is dropped.
+The stream is, for every document, BOS (if the tokenizer puts it there by itself), its tokens, EOS. Every
+block starts with BOS too, in the middle of a document as well: models that know BOS, Gemma above all, go
+astray without it. What is left at the end of the stream and does not fill a block is dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from diloco_ds.data.blocks import BlockWriter
-from diloco_ds.data.tokenizer import vocabulary_size
+from diloco_ds.data.tokenizer import leading_bos, vocabulary_size
 
 _CHARACTERS_AT_ONCE = 1_000_000
 
@@ -49,6 +49,7 @@ class Packer:
         """`path` gets tokens (see `token_dtype`); `bytes_path` uint32 of the same shape."""
         self.counts = Counts()
         self._tokenizer = tokenizer
+        self._bos = leading_bos(tokenizer)
         self._dtype = token_dtype(tokenizer)
         self._blocks = BlockWriter(path, sequence_length, self._dtype)
         self._bytes = BlockWriter(bytes_path, sequence_length, np.uint32) if bytes_path is not None else None
@@ -67,7 +68,7 @@ class Packer:
             return_offsets_mapping=self._bytes is not None,
             verbose=False,
         )
-        start = [] if self._tokenizer.bos_token_id is None else [self._tokenizer.bos_token_id]
+        start = [] if self._bos is None else [self._bos]
         end = [self._tokenizer.eos_token_id]
         tokens = [np.asarray(start + ids + end, self._dtype) for ids in encoded["input_ids"]]
         self.counts.documents += len(texts)
@@ -100,7 +101,7 @@ class Packer:
         if not spans:
             return
         length = self._blocks.length
-        self._blocks.write(_rows(self._tokens_left, spans, length, fill=self._tokenizer.bos_token_id or 0))
+        self._blocks.write(_rows(self._tokens_left, spans, length, fill=self._bos or 0))
         self._tokens_left = self._tokens_left[cuts[-1] :]
         if self._bytes is not None:
             self._bytes.write(_rows(self._bytes_left, spans, length, fill=0))
@@ -108,8 +109,7 @@ class Packer:
 
     def _block_end(self, start: int) -> int:
         """Where the block that starts there ends; one earlier where BOS has to be put in front."""
-        bos = self._tokenizer.bos_token_id
-        begins_right = bos is None or (start < len(self._tokens_left) and self._tokens_left[start] == bos)
+        begins_right = self._bos is None or self._tokens_left[start : start + 1].tolist() == [self._bos]
         return start + self._blocks.length - (0 if begins_right else 1)
 
 

@@ -99,11 +99,12 @@ class Documents:
         return size * rows / some.num_rows
 
 
-def open_source(source: TextSource, base_dir: Path, cache_dir: Path) -> Documents:
+def open_source(source: TextSource, base_dir: Path, cache_dir: Path | None = None) -> Documents:
     """The documents of `source`; relative `files` are taken from `base_dir`.
 
-    `datasets` keeps what it converts from local files under `cache_dir`. Nothing is read yet but the list of
-    files. UserError for a missing file or package and for a regular expression that is none.
+    `datasets` keeps what it converts from local files under `cache_dir` (none: where it always does). Nothing
+    is read yet but the list of files. UserError for a missing file or package and for a regular expression
+    that is none.
     """
     if source.heldout_files is not None:
         try:
@@ -115,7 +116,10 @@ def open_source(source: TextSource, base_dir: Path, cache_dir: Path) -> Document
     if source.hub is not None:
         return Documents(source, f"the data set '{source.hub}'", (), lambda: _load_hub(source))
     files = find_files(source, base_dir)
-    where = f"{files[0]}" if len(files) == 1 else f"{source.files} ({len(files)} files)"
+    where = str(files[0]) if source.package is None else f"{source.package}/{source.files}"
+    if len(files) > 1:
+        where = f"{where} and {len(files) - 1} more" if source.package is None else f"{where} ({len(files)}
+        files)"
     return Documents(source, where, tuple(files), lambda: _load_files(source, files, cache_dir))
 
 
@@ -123,7 +127,7 @@ def _load_hub(source: TextSource) -> datasets.Dataset:
     return datasets.load_dataset(str(source.hub), source.hub_config, split=source.split)
 
 
-def _load_files(source: TextSource, files: list[Path], cache_dir: Path) -> datasets.Dataset:
+def _load_files(source: TextSource, files: list[Path], cache_dir: Path | None) -> datasets.Dataset:
     builder, options = str(source.format), {}
     if source.format == "document":
         builder, options = "text", {"sample_by": "document"}
@@ -131,10 +135,9 @@ def _load_files(source: TextSource, files: list[Path], cache_dir: Path) -> datas
         names = list(dict.fromkeys(name for record in records for name in record))
         wanted = [name for name in names if name in _columns(source)] or names
         return datasets.Dataset.from_dict({name: [record.get(name) for record in records] for name in wanted})
-    paths = [str(path) for path in files]
-    return datasets.load_dataset(
-        builder, data_files=paths, split="train", cache_dir=str(cache_dir), **options
-    )
+    if cache_dir is not None:
+        options["cache_dir"] = str(cache_dir)
+    return datasets.load_dataset(builder, data_files=[str(path) for path in files], split="train", **options)
 
 
 def _records(files: list[Path]) -> list[dict[str, Any]] | None:

@@ -86,6 +86,12 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
+def leading_bos(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """BOS, if the tokenizer puts it before a text by itself, as Gemma's does; else None."""
+    bos = tokenizer.bos_token_id
+    return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
+
+
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
     """A hash of everything that decides what a text becomes."""
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
