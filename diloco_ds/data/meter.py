@@ -14,7 +14,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def meter(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how far `what` has come; the function given takes how much of `total` was done since the last call."""
+    """Show how far `what` has come: the function it gives takes how much of `total` is newly done."""
     shown = _bar if console.is_terminal else _lines
     with shown(console, what, total) as advance:
         yield advance

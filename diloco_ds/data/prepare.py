@@ -161,16 +161,17 @@ def _pack(source: Documents, train: Packer, heldout: Packer, console: Console) -
 def _check_heldout(held: Counts, sources: list[Documents], length: int) -> None:
     if any(source.has_heldout_rule for source in sources) and held.blocks == 0:
         raise UserError(
-            f"data.sources: the held-out text has {held.documents} documents and {held.stream_tokens} tokens and does "
-            f"not fill a block of {length}; hold out more (heldout_every, heldout_files) or shorten sequence_length"
+            f"data.sources: the held-out text has {held.documents} documents and {held.stream_tokens} tokens "
+            f"and does not fill a block of {length}; hold out more (heldout_every, heldout_files) "
+            "or shorten sequence_length"
         )
 
 
 def _check_enough(prepared: Prepared, config: RunConfig) -> None:
     if prepared.train_blocks < len(config.islands):
         raise UserError(
-            f"data: the training text fills {prepared.train_blocks} blocks of {prepared.sequence_length} tokens, "
-            f"fewer than there are islands ({len(config.islands)}); give more text or shorten sequence_length"
+            f"data: the training text fills {prepared.train_blocks} blocks of {prepared.sequence_length} "
+            f"tokens, fewer than there are islands ({len(config.islands)}); give more text or shorten sequence_length"
         )
 
 
@@ -204,8 +205,10 @@ def _digest(*content: object) -> str:
 
 
 def _summary(prepared: Prepared) -> str:
-    heldout = f"{prepared.heldout_blocks * prepared.sequence_length:,} tokens held out"
+    heldout = "nothing held out"
+    if prepared.heldout_blocks:
+        heldout = f"{prepared.heldout_blocks * prepared.sequence_length:,} tokens held out"
     return (
         f"data: {prepared.train_tokens:,} training tokens in {prepared.train_blocks:,} blocks of "
-        f"{prepared.sequence_length}, {heldout if prepared.heldout_blocks else 'nothing held out'} ({prepared.digest})"
+        f"{prepared.sequence_length}, {heldout} ({prepared.digest})"
     )

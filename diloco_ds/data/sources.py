@@ -116,10 +116,9 @@ def open_source(source: TextSource, base_dir: Path, cache_dir: Path | None = Non
     if source.hub is not None:
         return Documents(source, f"the data set '{source.hub}'", (), lambda: _load_hub(source))
     files = find_files(source, base_dir)
-    where = str(files[0]) if source.package is None else f"{source.package}/{source.files}"
+    where = str(files[0] if source.package is None else Path(source.package, str(source.files)))
     if len(files) > 1:
-        where = f"{where} and {len(files) - 1} more" if source.package is None else f"{where} ({len(files)}
-        files)"
+        where += f" and {len(files) - 1} more" if source.package is None else f" ({len(files)} files)"
     return Documents(source, where, tuple(files), lambda: _load_files(source, files, cache_dir))
 
 
