@@ -59,8 +59,8 @@ class Observer:
         logged = 0
         for record in self._follower.read():
             name = wandb_run_of(record)
-            if name is not None and (values := points(record)):
-                self._wandb_run(name).log(values)
+            if name is not None:
+                self._wandb_run(name).log(points(record))
                 logged += 1
         if logged:
             ids = {name: run.id for name, run in self._wandb_runs.items()}

@@ -31,7 +31,7 @@ def points(record: Record) -> dict[str, float]:
     eval/*, eval/TASK/METRIC.
     """
     named = {"step": _of_step, "merge": _of_merge, "eval": _of_eval}[record["kind"]](record)
-    values = {name: value for name, value in named if _is_number(value)}
+    values = {name: value for name, value in named if _is_number(value)} | {"_timestamp": record["time"]}
     if _is_number(record.get("tokens")):
         values["tokens"] = record["tokens"]
     return values
