@@ -2,8 +2,8 @@ import math
 
 import pytest
 
+from diloco_ds.core.schedule import token_schedule
 from diloco_ds.errors import UserError
-from diloco_ds.island.schedule import token_schedule
 
 
 def schedule(name, args=None, warmup=100, total=1100, lr=2.0):
