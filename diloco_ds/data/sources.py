@@ -43,7 +43,7 @@ class Documents:
     @cached_property
     def dataset(self) -> datasets.Dataset:
         """All rows, read when first asked for. UserError if they cannot be read or a column is wrong."""
-        with _quiet(), _as_user_error(self.where):
+        with quiet_datasets(), _as_user_error(self.where):
             dataset = self.load()
         columns = _columns(self.source)
         for column in columns:
@@ -173,8 +173,8 @@ def _check_column(dataset: datasets.Dataset, column: str, where: str) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars of `datasets`: preparation shows its own."""
+def quiet_datasets() -> Iterator[None]:
+    """No progress bars of `datasets`."""
     shown = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from diloco_ds.errors import UserError
 
@@ -86,7 +86,7 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def leading_bos(tokenizer: PreTrainedTokenizerFast) -> int | None:
+def leading_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """BOS, if the tokenizer puts it before a text by itself, as Gemma's does; else None."""
     bos = tokenizer.bos_token_id
     return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
