@@ -84,9 +84,18 @@ class Observer:
         except WandbError as error:
             if self._mode != "online":
                 raise
-            warn(self._run, f"wandb cannot be reached ({error}); logging offline, upload with wandb sync")
-            self._mode = "offline"
-            return self._init(name)
+            warn(
+                self._run,
+                f"wandb cannot be reached ({_first_line(error)}); logging offline: upload with wandb sync",
+            )
+        self._go_offline()
+        return self._init(name)
+
+    def _go_offline(self) -> None:
+        """End what is online; every wandb run goes on offline, under the same id, with its next record."""
+        self.finish()
+        wandb.teardown()  # a run that failed to start keeps its id taken in wandb's service
+        self._mode = "offline"
 
     def _init(self, name: str) -> wandb.Run:
         run_id = self._manifest["run_id"]
@@ -167,8 +176,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (WandbError, OSError, TimeoutError) as error:
-        warn(run, f"wandb failed and is off from now on: {str(error) or type(error).__name__}")
+    except Exception as error:  # whatever wandb may raise: the training goes on without it
+        log.exception("wandb failed")
+        warn(run, f"wandb failed and is off from now on: {_first_line(error)}")
         return 1
     return 0
 
@@ -178,6 +188,10 @@ def warn(run: RunDir, reason: str) -> None:
     log.warning("%s", reason)
     with MetricsFile(run.metrics) as metrics:
         metrics.write("event", event="warning", role="observer", reason=reason)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _is_over(run: RunDir) -> bool:

@@ -244,3 +244,29 @@ def test_wandb_killed_under_it_ends_the_observer_with_a_word(tmp_path: Path) -> 
     warnings = [record for record in read_metrics(run.metrics) if record.get("role") == "observer"]
     assert [warning["event"] for warning in warnings] == ["warning"]
     assert "wandb failed" in warnings[0]["reason"]
+
+
+@pytest.mark.slow
+def test_a_server_out_of_reach_means_offline(tmp_path: Path) -> None:
+    run = new_run(tmp_path, observe={"wandb": {"mode": "online"}})
+    record_training(run, steps=5)
+    write_status(run, "conductor", pid=GONE, state="finished")
+    impatient = (
+        "from diloco_ds.observe import observer as o; o.INIT_TIMEOUT_S = 2.0; raise SystemExit(o.main())"
+    )
+    nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
+    done = subprocess.run(
+        [sys.executable, "-c", impatient, str(run.root)],
+        env={**os.environ, **nowhere},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert logged(run)[f"{run.run_id()}-island-a"].column("train/loss") == pytest.approx(
+        [3 + 5 / n for n in range(1, 6)]
+    )
+    warnings = [record["reason"] for record in read_metrics(run.metrics) if record.get("role") == "observer"]
+    assert len(warnings) == 1
+    assert "wandb cannot be reached" in warnings[0]
