@@ -38,6 +38,7 @@ class Mark:
 
     version: int
     round: int  # the global step of its last merge; 0 = the initial weights
+    merges: int  # how often this fragment was merged
     tokens: int  # merged into this fragment so far
     merged: dict[str, int] = field(default_factory=dict)  # per island: the base of its last merged update
     scalars: dict[str, float] = field(default_factory=dict)  # of the outer optimizer, such as Adam's step

@@ -1,0 +1,88 @@
+"""The tape on disk: append-only, written as the syncer acts, brought to disk with every checkpoint.
+
+A disk that is full must not stop the syncer, and a tape with a hole could not be replayed: what does not go out is held back, in order,
+and written before anything newer as soon as the disk takes it. Beyond `MOST_HELD_BACK` bytes the tape ends for this generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+from diloco_ds.core.events import Action, Event
+from diloco_ds.core.tape import Header, encode, encode_header
+from diloco_ds.errors import UserError
+from diloco_ds.exchange.failpoint import failpoint
+
+MOST_HELD_BACK = 64 * 2**20
+
+_READ = 1 << 16
+
+log = logging.getLogger(__name__)
+
+
+class TapeFile:
+    """The writing end of the tape at `path`, for one generation of the syncer. One `write(2)` per `append`."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        """Cuts off what a killed syncer left unfinished and begins a generation. UserError if the file cannot be written."""
+        self.path = path
+        self._held_back = b""
+        self._ended = False
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._end = _sound_length(self._fd)
+            os.ftruncate(self._fd, self._end)
+        except OSError as error:
+            raise UserError(f"{path}: the tape cannot be written ({error.strerror})") from error
+        self._put(encode_header(header))
+
+    def append(self, now: float, event: Event, actions: list[Action]) -> None:
+        """Record `event`, taken in at `now` (seconds, this generation's clock), and the `actions` it led to."""
+        self._put(encode(now, event) + b"".join(encode(now, action) for action in actions))
+        failpoint("tape.appended")
+
+    def sync(self) -> None:
+        """Bring everything to disk. OSError if it cannot."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """End the tape of this generation."""
+        if self._held_back:
+            log.warning("%s: the last %d bytes of the tape are lost", self.path, len(self._held_back))
+        os.close(self._fd)
+
+    def _put(self, data: bytes) -> None:
+        if self._ended:
+            return
+        data = self._held_back + data
+        try:
+            written = os.pwrite(self._fd, data, self._end)
+        except OSError as error:
+            written = 0
+            if not self._held_back:
+                log.warning("%s cannot be written (%s); events are held back until it can", self.path, error.strerror)
+        self._end += written
+        self._held_back = data[written:]
+        if len(self._held_back) > MOST_HELD_BACK:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        log.error("%s ends here for this generation: %d bytes could not be written", self.path, len(self._held_back))
+        self._ended, self._held_back = True, b""
+        with contextlib.suppress(OSError):  # a torn last line is cut off by the next generation in any case
+            os.ftruncate(self._fd, _sound_length(self._fd))
+
+
+def _sound_length(fd: int) -> int:
+    """Bytes up to the end of the last whole line."""
+    end = os.fstat(fd).st_size
+    while end > 0:
+        start = max(0, end - _READ)
+        newline = os.pread(fd, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
