@@ -26,7 +26,7 @@ MAX_PAIRS = 300
 """Most pairs of one task."""
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
-_PLAIN_SENTENCE = re.compile(r"[A-Z][A-Za-z0-9 ,;:'’$%()\-]+[.!?]")
+_PLAIN_SENTENCE = re.compile(r"[A-Z][A-Za-z0-9 ,;:'’$%\-]+[.!?]")
 _PLAIN_WORD = re.compile(r"[a-z]{2,}")
 
 _OWN_KEYS = ("class", "sources", "words", "swap")
