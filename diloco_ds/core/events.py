@@ -85,13 +85,20 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class Leave:
+    """An island shall drain: write its last updates and end; they are merged, then it belongs to the run no longer."""
+
+    island: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Somebody asked the run to stop now; learners write a checkpoint, nothing further is merged."""
 
     reason: str
 
 
-Event = Report | Answer | Merged | Tick | Joined | Left | Stop
+Event = Report | Answer | Merged | Tick | Joined | Left | Leave | Stop
 
 
 @dataclass(frozen=True, slots=True)

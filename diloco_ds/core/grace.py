@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class MovingAverage:
-    """Exponential moving average; `value` is None until the first sample. `smoothing` is the newest sample's weight, 0..1."""
+    """Exponential moving average; None until the first sample. `smoothing`: the newest sample's weight, 0..1."""
 
     smoothing: float
     value: float | None = None
@@ -23,11 +23,12 @@ class MovingAverage:
 def grace_window(
     *, safety: float, overlap: int, step_time: float, quorum_time: float, sync_time: float
 ) -> float:
-    """Seconds to wait after the quorum has answered: xi_grace = min(gamma * max(tau * xi_step - (xi_quorum + xi_sync), 0), xi_step).
+    """Seconds to wait after the quorum has answered:
+    xi_grace = min(gamma * max(tau * xi_step - (xi_quorum + xi_sync), 0), xi_step).
 
-    safety: gamma, 0..1. overlap: tau, inner steps. step_time: xi_step, seconds of the slowest admitted learner's inner step.
-    quorum_time: xi_quorum, seconds from the opening of the round to its quorum. sync_time: xi_sync, seconds of merge, outer step and
-    broadcast. Source: Eq. 3 of the paper; the bound of one inner step is its text's.
+    safety: gamma, 0..1. overlap: tau, inner steps. step_time: xi_step, seconds of the slowest admitted learner's
+    inner step. quorum_time: xi_quorum, seconds from the opening of the round to its quorum. sync_time: xi_sync, seconds
+    of merge, outer step and broadcast. Source: Eq. 3 of the paper; the bound of one inner step is its text's.
     """
     slack = overlap * step_time - (quorum_time + sync_time)
     return min(safety * max(slack, 0.0), step_time)

@@ -17,9 +17,10 @@ NO_BASE = -1
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What a learner does at one step boundary, in this order: `answer` (snapshot under the own base), then `adopt`, then `end`.
+    """What a learner does at one step boundary, in the order of the fields.
 
-    answer: (fragment, round) pairs. adopt: (fragment, version) pairs. end: leave the training loop.
+    answer: (fragment, round) pairs, snapshots under the own base. adopt: (fragment, version) pairs, after the answers.
+    end: leave the training loop.
     """
 
     answer: tuple[tuple[int, int], ...]
@@ -39,10 +40,10 @@ class Snapshot:
 class LearnerClock:
     """Step clock and, per fragment, the base version and the steps and tokens since it was adopted.
 
-    With `late = merge_next` a learner that finds both a request and a newer version answers first, under its own base, and adopts then:
-    so the work of a slow learner is merged one rotation later instead of being thrown away. With `drop` it adopts first, and only
-    what was done on the newest base is ever sent. With adoption `none` weights are never touched: a new version is only acknowledged,
-    and the counters go on from the snapshot it was made of.
+    With `late = merge_next` a learner that finds both a request and a newer version answers first, under its own base,
+    and adopts then: so the work of a slow learner is merged one rotation later instead of being thrown away. With
+    `drop` it adopts first, and only what was done on the newest base is ever sent. With adoption `none` weights are
+    never touched: a new version is only acknowledged, and the counters go on from the snapshot it was made of.
     """
 
     def __init__(self, fragments: int, adoption: AdoptionHow, late: LateHow) -> None:
@@ -80,7 +81,7 @@ class LearnerClock:
         return [self.tokens - origin for origin in self._origin_tokens]
 
     def has_snapshot(self, fragment: int) -> bool:
-        """Whether the fragment was answered since its base was adopted: then `rebase` keeps the steps made since that answer."""
+        """Whether it was answered since its base was adopted: then `rebase` keeps the steps made since that answer."""
         return self._snapshot[fragment] is not None
 
     def plan(self, orders: Orders, inbox: Sequence[int]) -> Boundary:
@@ -112,8 +113,8 @@ class LearnerClock:
     def adopted(self, fragment: int, version: int, orders: Orders) -> None:
         """`version` of the fragment was adopted (or, with adoption `none`, acknowledged).
 
-        The step clock moves up to the global step, a request that was open is void, and the counters start anew: from the snapshot
-        where the steps made since are kept (`rebase`, `none`), else from now.
+        The step clock moves up to the global step, a request that was open is void, and the counters start anew: from
+        the snapshot where the steps made since are kept (`rebase`, `none`), else from now.
         """
         snapshot = self._snapshot[fragment]
         keeps = self.adoption in ("rebase", "none")

@@ -1,0 +1,80 @@
+"""All islands of a run: who is heard, whose lease has run out, who has left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from diloco_ds.core.events import Action, Membership, Report
+from diloco_ds.core.member import Member
+
+
+class Roster:
+    """The members by name. `lease` is the least number of seconds of silence after which an island counts as away."""
+
+    def __init__(self, fragments: int, lease: float) -> None:
+        self.lease = lease
+        self.next_expiry = float("inf")  # driver's clock: no lease can end before
+        self._fragments = fragments
+        self._members: dict[str, Member] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def __contains__(self, island: object) -> bool:
+        return island in self._members
+
+    def __getitem__(self, island: str) -> Member:
+        return self._members[island]
+
+    def get(self, island: str) -> Member | None:
+        """The member called `island`, or None."""
+        return self._members.get(island)
+
+    def member(self, island: str) -> Member:
+        """The member called `island`, made if it is new."""
+        if island not in self._members:
+            self._members[island] = Member(island, self._fragments)
+        return self._members[island]
+
+    def is_alive(self, island: str) -> bool:
+        """Whether the island belongs to the run and is alive."""
+        return island in self._members and self._members[island].alive
+
+    def hear(self, report: Report, now: float, most_reached: int, actions: list[Action]) -> Member | None:
+        """Take in a report. None for a stranger and for an incarnation that is over."""
+        member = self._members.get(report.island)
+        if member is None or report.incarnation < member.incarnation:
+            return None
+        restarted = report.incarnation > member.incarnation > 0
+        member.hear(report, now)
+        member.limit_lead(most_reached)
+        self.next_expiry = min(self.next_expiry, now + member.lease(self.lease))
+        if restarted:
+            _set_alive(member, False, f"restarted as incarnation {report.incarnation}", actions)
+        _set_alive(member, report.phase == "running", f"is {report.phase}", actions)
+        return member
+
+    def expire(self, now: float, actions: list[Action]) -> None:
+        """Islands silent past their lease are away: absent, not an error."""
+        if now < self.next_expiry:
+            return
+        self.next_expiry = float("inf")
+        for member in self._members.values():
+            end = member.last_heard + member.lease(self.lease)
+            if member.alive and now >= end:
+                _set_alive(member, False, f"silent for {now - member.last_heard:.1f} s", actions)
+            elif member.alive:
+                self.next_expiry = min(self.next_expiry, end)
+
+    def remove(self, island: str, reason: str, actions: list[Action]) -> None:
+        """The island belongs to the run no longer."""
+        del self._members[island]
+        actions.append(Membership(island, False, reason))
+
+
+def _set_alive(member: Member, alive: bool, reason: str, actions: list[Action]) -> None:
+    if member.alive != alive:
+        member.alive, member.reason = alive, reason
+        actions.append(Membership(member.name, alive, reason))
+    elif not alive:
+        member.reason = reason

@@ -1,0 +1,429 @@
+"""The syncer's half of the algorithm (Algorithm 2 of the paper) as a pure state machine: `step(event, now) -> actions`.
+
+It reads no clock, does no I/O and holds no weights. Its drivers are the live syncer process, the simulator and the
+replay of a tape. How a round works where the paper is silent: docs/architecture.md, "The core".
+"""
+
+from __future__ import annotations
+
+from diloco_ds.config import Exchange
+from diloco_ds.core.admission import refusal
+from diloco_ds.core.events import (
+    Action,
+    Answer,
+    Drop,
+    Event,
+    Joined,
+    Keep,
+    Leave,
+    Left,
+    Merge,
+    Merged,
+    Orders,
+    Part,
+    Phase,
+    Report,
+    RunPhase,
+    Skip,
+    Stop,
+    Tick,
+    Want,
+)
+from diloco_ds.core.fragments import FragmentLayout
+from diloco_ds.core.grace import MovingAverage, grace_window
+from diloco_ds.core.member import STEPS_OF_SILENCE, Member
+from diloco_ds.core.roster import Roster
+from diloco_ds.core.round import FragmentState, Round
+from diloco_ds.core.view import View, view_of
+from diloco_ds.core.weights import learner_weight, normalised
+
+
+class Syncer:
+    """Quorum, grace, weights, pace, admission and membership of one run.
+
+    layout gives P, H and the rotation; `budget` is in merged tokens; `lease` is the least number of seconds of
+    silence after which an island counts as away.
+    """
+
+    def __init__(self, layout: FragmentLayout, exchange: Exchange, *, budget: int, lease: float) -> None:
+        self._layout = layout
+        self._exchange = exchange
+        self._budget = budget
+        self._in_flight = max(1, exchange.overlap)
+        self._fragments = [FragmentState() for _ in range(layout.fragments)]
+        self._roster = Roster(layout.fragments, lease)
+        self._rounds: dict[int, Round] = {}  # by global step
+        self._sync_time = MovingAverage(exchange.grace.smoothing)
+        self._phase: RunPhase = "run"
+        self._global_step = 0
+        self._next = self._following(0)  # global step of the next round
+        self._global_tokens = 0
+        self._grace = 0.0
+
+    def step(self, event: Event, now: float) -> list[Action]:
+        """Take in one event at time `now` (seconds, never falling) and say what is to be done, in order."""
+        actions: list[Action] = []
+        match event:
+            case Report():
+                if not self._hear(event, now, actions):
+                    return actions
+            case Answer():
+                self._receive(event, now, actions)
+            case Merged():
+                self._sync_time.add(event.seconds)
+            case Tick():
+                self._estimate_global_tokens()
+            case Joined():
+                self._roster.member(event.island)
+            case Leave():
+                self._leave(event.island)
+            case Left():
+                self._give_up(event, actions)
+            case Stop():
+                self._rounds.clear()
+                self._set_phase("stop", event.reason, actions)
+        self._roster.expire(now, actions)
+        if self._phase == "run":
+            self._run_rounds(now, actions)
+        elif self._phase == "drain":
+            self._finish_when_drained(now, actions)
+        self._remove_left(now, actions)
+        return actions
+
+    def orders(self, island: str) -> Orders:
+        """What `island` needs to know now. KeyError if it does not belong to the run."""
+        member = self._roster[island]
+        return Orders(
+            phase="drain" if member.leaving and self._phase == "run" else self._phase,
+            global_step=self._global_step,
+            global_tokens=self._global_tokens,
+            want=tuple(member.want),
+        )
+
+    def next_deadline(self) -> float | None:
+        """When `step(Tick(), ...)` is due though nothing else happens (driver's clock, seconds)."""
+        times = [r.expires if r.closes is None else r.closes for r in self._rounds.values()]
+        deadline = min([*times, self._roster.next_expiry])
+        return None if deadline == float("inf") else deadline
+
+    def restore(
+        self, fragment: int, *, version: int, round: int, merged_tokens: int, merged_base: dict[str, int]
+    ) -> None:
+        """Take back, before the first event, what the store says of a fragment: all that must not be forgotten."""
+        state = self._fragments[fragment]
+        state.version, state.round, state.merged_tokens = version, round, merged_tokens
+        for island, base in merged_base.items():
+            self._roster.member(island).merged_base[fragment] = base
+        self._global_step = max(self._global_step, round)
+        self._next = self._following(self._global_step)
+        self._global_tokens = max(self._global_tokens, self.merged_tokens)
+
+    def merged_base(self, fragment: int) -> dict[str, int]:
+        """Per island the newest base merged into `fragment`: kept in the store's header with every merge."""
+        return {m.name: m.merged_base[fragment] for m in self._roster if m.merged_base[fragment] >= 0}
+
+    def fragment_tokens(self, fragment: int) -> int:
+        """Tokens merged into `fragment`: kept in the store's header with every merge."""
+        return self._fragments[fragment].merged_tokens
+
+    def version(self, fragment: int) -> int:
+        """The newest version of `fragment`."""
+        return self._fragments[fragment].version
+
+    @property
+    def merged_tokens(self) -> int:
+        """Tokens merged into the global model: mean over the fragments."""
+        return sum(f.merged_tokens for f in self._fragments) // len(self._fragments)
+
+    @property
+    def phase(self) -> RunPhase:
+        """The run's phase."""
+        return self._phase
+
+    def view(self) -> View:
+        """The account of the run as of now."""
+        return view_of(
+            phase=self._phase,
+            global_step=self._global_step,
+            merged_tokens=self.merged_tokens,
+            global_tokens=self._global_tokens,
+            grace=self._grace,
+            waiting=self._waiting_for(),
+            open_rounds=tuple(self._rounds),
+            fragments=self._fragments,
+            members=self._roster,
+        )
+
+    # ---- a round: Algorithm 2 ----
+
+    def _run_rounds(self, now: float, actions: list[Action]) -> None:
+        self._close_due(now, actions)
+        while self._can_open():
+            self._estimate_global_tokens()
+            if self._global_tokens >= self._budget:
+                self._start_drain(now, actions)
+                return
+            self._open(now, actions)
+
+    def _can_open(self) -> bool:
+        """K learners have reached the next global step, its fragment is free, and fewer than tau rounds are in flight."""
+        if len(self._rounds) >= self._in_flight:
+            return False
+        if any(r.fragment == self._fragment_at(self._next) for r in self._rounds.values()):
+            return False
+        return self._ready() >= self._exchange.quorum
+
+    def _ready(self) -> int:
+        return sum(m.alive and not m.leaving and m.reached >= self._next for m in self._roster)
+
+    def _open(self, now: float, actions: list[Action]) -> None:
+        """Open the next round and ask everybody who can contribute, ready or not."""
+        step = self._next
+        slowest = max((m.step_time for m in self._roster if m.alive), default=0.0)
+        patience = max(self._roster.lease, STEPS_OF_SILENCE * slowest)
+        round_ = self._new_round(step, self._fragment_at(step), now, patience)
+        self._global_step = step
+        self._next = self._following(step)
+        for member in self._roster:
+            member.limit_lead(self._most_reached())
+            self._ask(round_, member, actions)
+
+    def _new_round(self, step: int, fragment: int, now: float, patience: float) -> Round:
+        round_ = Round(step, fragment, self._exchange.quorum, opened=now, expires=now + patience)
+        self._rounds[step] = round_
+        return round_
+
+    def _ask(self, round_: Round, member: Member, actions: list[Action]) -> None:
+        p = round_.fragment
+        if member.name in round_.asked or member.obstacle(p, self._fragments[p].version) is not None:
+            return
+        round_.asked[member.name] = None
+        member.want[p] = round_.step
+        reason = f"{member.name} made {member.c_steps[p]} steps on version {member.base[p]}"
+        actions.append(Want(member.name, p, round_.step, reason))
+
+    def _receive(self, answer: Answer, now: float, actions: list[Action]) -> None:
+        """An update has arrived: it counts in the open round, or is kept as late, or is dropped; always with a reason."""
+        round_ = next((r for r in self._rounds.values() if r.fragment == answer.fragment), None)
+        if round_ is not None:
+            round_.heard[answer.island] = None
+        member = self._roster.get(answer.island)
+        version = self.version(answer.fragment)
+        reason = refusal(
+            answer, member, version=version, phase=self._phase, keeps_late=self._keeps_late(member)
+        )
+        if reason is not None:
+            actions.append(Drop(answer.island, answer.fragment, answer.update_id, reason))
+            return
+        self._roster[answer.island].last_heard = now
+        self._forget_kept(answer, actions)
+        if round_ is not None and answer.base == version:
+            round_.answers[answer.island] = answer
+        else:
+            self._keep(answer, actions)
+        if round_ is not None:
+            self._note_quorum(round_, answer.island, now)
+
+    def _keeps_late(self, member: Member | None) -> bool:
+        """The last answers of an island that ends are kept whatever the setting."""
+        ends = self._phase == "drain" or (member is not None and member.leaving)
+        return ends or self._exchange.merge.late == "merge_next"
+
+    def _forget_kept(self, answer: Answer, actions: list[Action]) -> None:
+        """A newer answer takes the place of a kept one of the same base: both tell of the same steps."""
+        kept = self._fragments[answer.fragment].kept
+        older = kept.get(answer.island)
+        if older is not None and older.base == answer.base and older.update_id != answer.update_id:
+            del kept[answer.island]
+            reason = "a newer answer on the same version takes its place"
+            actions.append(Drop(answer.island, answer.fragment, older.update_id, reason))
+
+    def _keep(self, answer: Answer, actions: list[Action]) -> None:
+        self._fragments[answer.fragment].kept[answer.island] = answer
+        reason = (
+            f"asked for round {answer.round}: kept, on version {answer.base}, for the fragment's next merge"
+        )
+        actions.append(Keep(answer.island, answer.fragment, answer.update_id, answer.base, reason))
+
+    def _note_quorum(self, round_: Round, island: str, now: float) -> None:
+        """Count the island in; the K-th opens the grace window (Eq. 3)."""
+        round_.contributors[island] = None
+        if round_.closes is not None or len(round_.contributors) < self._exchange.quorum:
+            return
+        self._grace = grace_window(
+            safety=self._exchange.grace.safety,
+            overlap=self._exchange.overlap,
+            step_time=max(
+                self._roster[name].step_time for name in round_.contributors if name in self._roster
+            ),
+            quorum_time=now - round_.opened,
+            sync_time=self._sync_time.value or 0.0,
+        )
+        round_.start_grace(now, self._grace)
+
+    def _close_due(self, now: float, actions: list[Action]) -> None:
+        for round_ in list(self._rounds.values()):
+            possible = sum(m.alive or m.name in round_.contributors for m in self._roster)
+            merge, skip = round_.why_merge(now, self._roster.is_alive), round_.why_skip(now, possible)
+            if merge is None and skip is None:
+                continue
+            del self._rounds[round_.step]
+            if merge is not None:
+                self._merge(round_, merge, actions)
+            elif skip is not None:
+                self._skip(round_, skip, actions)
+
+    def _skip(self, round_: Round, reason: str, actions: list[Action]) -> None:
+        """What was answered waits for the fragment's next merge."""
+        for answer in round_.answers.values():
+            if answer.island in self._roster:
+                self._keep(answer, actions)
+        actions.append(Skip(round_.fragment, round_.step, reason))
+
+    def _merge(self, round_: Round, reason: str, actions: list[Action]) -> None:
+        """Everything admitted and everything kept, with normalised weights (Sec. 3.2), makes the next version."""
+        state = self._fragments[round_.fragment]
+        chosen = [(answer, False) for answer in round_.answers.values() if answer.island in self._roster]
+        chosen += [(answer, True) for answer in state.kept.values() if answer.island in self._roster]
+        rule = self._exchange.merge.weights
+        weights = normalised([learner_weight(a.steps, a.tokens, rule) for a, _ in chosen])
+        parts = tuple(
+            Part(a.island, a.update_id, a.base, a.steps, a.tokens, weight, late)
+            for (a, late), weight in zip(chosen, weights, strict=True)
+        )
+        lr_tokens = self.merged_tokens
+        state.kept.clear()
+        state.version += 1
+        state.round = round_.step
+        state.merged_tokens += sum(part.tokens for part in parts)
+        self._account(round_, parts)
+        shares = ", ".join(f"{p.island} {p.weight:.2f}{' (late)' if p.late else ''}" for p in parts)
+        reason = f"{reason}: {shares}"
+        actions.append(Merge(round_.fragment, round_.step, state.version, parts, lr_tokens, reason))
+
+    def _account(self, round_: Round, parts: tuple[Part, ...]) -> None:
+        merged = {part.island for part in parts}
+        for part in parts:
+            member = self._roster[part.island]
+            member.merged_tokens += part.tokens
+            member.merged_base[round_.fragment] = max(member.merged_base[round_.fragment], part.base)
+        for name in {*round_.asked, *merged}:
+            if name in self._roster:
+                self._roster[name].merged += name in merged
+                self._roster[name].missed += name not in merged
+
+    # ---- the end of the run ----
+
+    def _start_drain(self, now: float, actions: list[Action]) -> None:
+        """The budget is reached with what is in hand: every island writes every fragment once more and ends."""
+        for round_ in list(self._rounds.values()):
+            del self._rounds[round_.step]
+            self._skip(round_, "the run drains: taken up by the last round", actions)
+        for p in range(len(self._fragments)):
+            round_ = self._new_round(self._next + p, p, now, float("inf"))
+            for member in self._roster:
+                member.want[p] = round_.step
+        self._global_step = self._next + len(self._fragments) - 1
+        self._next = self._global_step + 1
+        reason = f"{self._global_tokens} tokens are merged or in hand, the budget is {self._budget}"
+        self._set_phase("drain", reason, actions)
+
+    def _finish_when_drained(self, now: float, actions: list[Action]) -> None:
+        """Merge every fragment a last time when all islands have handed in what they have, or are silent."""
+        if any(self._still_writing(member, now) for member in self._roster):
+            return
+        quorum = self._exchange.quorum
+        for round_ in list(self._rounds.values()):
+            del self._rounds[round_.step]
+            count = len({*round_.answers, *self._fragments[round_.fragment].kept})
+            if count >= quorum:
+                self._merge(round_, "last round of the run", actions)
+            else:
+                actions.append(
+                    Skip(round_.fragment, round_.step, f"last round: {count} answers, the quorum is {quorum}")
+                )
+        self._set_phase("finished", f"{self.merged_tokens} tokens are merged", actions)
+
+    def _still_writing(self, member: Member, now: float) -> bool:
+        if member.phase == "running":
+            return member.alive
+        if member.phase != "drained" or now > member.last_heard + member.lease(self._roster.lease):
+            return False
+        return any(member.owed(r.fragment) and not self._handed_in(member, r) for r in self._rounds.values())
+
+    def _handed_in(self, member: Member, round_: Round) -> bool:
+        answers = (round_.answers.get(member.name), self._fragments[round_.fragment].kept.get(member.name))
+        return any(answer is not None and answer.round == round_.step for answer in answers)
+
+    # ---- membership ----
+
+    def _hear(self, report: Report, now: float, actions: list[Action]) -> bool:
+        """Take in a report; returns whether it can change more than the member's own account (most reports do not)."""
+        member = self._roster.hear(report, now, self._most_reached(), actions)
+        if member is None:
+            return False
+        if self._phase == "run":
+            for round_ in self._rounds.values():
+                self._ask(round_, member, actions)
+        due = member.reached >= self._next or now >= self._roster.next_expiry
+        return due or bool(actions) or member.leaving or self._phase != "run"
+
+    def _most_reached(self) -> int:
+        """How far an island may be ahead for pacing: no burst of rounds pays back steps made while none could open."""
+        return self._next - 1 + self._in_flight
+
+    def _leave(self, island: str) -> None:
+        """The island is told to drain, with a request for everything it has."""
+        member = self._roster.get(island)
+        if member is not None:
+            member.leaving = True
+            member.want = [self._next] * len(self._fragments)
+
+    def _give_up(self, event: Left, actions: list[Action]) -> None:
+        member = self._roster.get(event.island)
+        if member is None:
+            return
+        member.leaving, member.alive, member.reason = True, False, event.reason
+        if not self._holds_work(event.island):
+            self._roster.remove(event.island, event.reason, actions)
+
+    def _remove_left(self, now: float, actions: list[Action]) -> None:
+        """Islands that have left belong to the run until their last work is merged."""
+        for member in [m for m in self._roster if m.leaving]:
+            if self._holds_work(member.name):
+                continue
+            if member.phase == "drained" and not any(map(member.owed, range(len(self._fragments)))):
+                self._roster.remove(member.name, "left, its last work is merged", actions)
+            elif now > member.last_heard + member.lease(self._roster.lease):
+                self._roster.remove(member.name, f"left: {member.reason}", actions)
+
+    def _holds_work(self, island: str) -> bool:
+        in_rounds = any(island in r.answers for r in self._rounds.values())
+        return in_rounds or any(island in f.kept for f in self._fragments)
+
+    # ---- small things ----
+
+    def _fragment_at(self, step: int) -> int:
+        fragment = self._layout.fragment_at(step)
+        assert fragment is not None, "rounds are opened only at steps that serve a fragment"
+        return fragment
+
+    def _following(self, step: int) -> int:
+        """The next global step after `step` that serves a fragment."""
+        step += 1
+        while self._layout.fragment_at(step) is None:
+            step += 1
+        return step
+
+    def _estimate_global_tokens(self) -> None:
+        now = self.merged_tokens + int(sum(member.in_hand() for member in self._roster))
+        self._global_tokens = max(self._global_tokens, now)
+
+    def _set_phase(self, phase: RunPhase, reason: str, actions: list[Action]) -> None:
+        self._phase = phase
+        actions.append(Phase(phase, reason))
+
+    def _waiting_for(self) -> str:
+        if self._rounds or self._phase != "run":
+            return ""
+        return f"{self._ready()} of a quorum of {self._exchange.quorum} have reached step {self._next}"
