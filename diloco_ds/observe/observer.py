@@ -5,7 +5,7 @@
 One wandb group per run, one wandb run per island and one for the syncer, plotted against tokens: the wandb
 step only counts records, so a learner that goes back to a checkpoint loses no point. The ids of the wandb
 runs follow from the run id, so a resumed run goes on in the same ones. Training does not depend on the
-observer: when wandb cannot be reached it logs offline, when wandb fails it ends, and says so once.
+observer: when wandb cannot be reached it logs offline, when wandb fails it says so and ends.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 import wandb
-from wandb.errors import Error as WandbError
 from wandb.sdk.lib import wbauth
 
 from diloco_ds.config import RunConfig
@@ -50,7 +51,7 @@ class Observer:
     def __init__(self, run: RunDir, config: RunConfig, mode: Mode) -> None:
         self._run, self._config, self._mode = run, config, mode
         self._manifest = read_manifest(run.root)
-        self._position = run.root / "wandb" / "observer.json"
+        self._position = _wandb_directory(run) / "observer.json"
         self._follower = MetricsFollower(run.metrics, _logged_up_to(self._position))
         self._wandb_runs: dict[str, wandb.Run] = {}
 
@@ -69,8 +70,11 @@ class Observer:
 
     def finish(self) -> None:
         """End all wandb runs; waits until they are written (offline) or uploaded (online)."""
-        for run in self._wandb_runs.values():
-            run.finish()
+        if not self._wandb_runs:
+            return
+        with ThreadPoolExecutor(len(self._wandb_runs)) as together:
+            for ended in [together.submit(run.finish) for run in self._wandb_runs.values()]:
+                ended.result()
         self._wandb_runs.clear()
 
     def _wandb_run(self, name: str) -> wandb.Run:
@@ -81,7 +85,9 @@ class Observer:
     def _start(self, name: str) -> wandb.Run:
         try:
             return self._init(name)
-        except WandbError as error:
+        except Exception as error:  # wandb raises its own errors, its service's, and the system's
+            if self._mode != "online" and not self._wandb_runs:
+                raise UserError(f"wandb does not start: {_first_line(error)}") from error
             if self._mode != "online":
                 raise
             warn(
@@ -111,7 +117,7 @@ class Observer:
             mode=self._mode,
             resume="allow"
             if self._mode == "online"
-            else None,  # offline there is nobody to ask; `wandb sync` appends
+            else None,  # offline files of one id are joined by `wandb sync`
             reinit="create_new",
             settings=wandb.Settings(
                 silent=True,
@@ -159,7 +165,9 @@ def observe(run: RunDir, stop: threading.Event) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The process: 0 when everything was logged, 1 when wandb failed, 2 for a wrong run directory."""
+    """The process. Exit code 0: everything is logged; 1: wandb failed underway, a new start goes on from there;
+    2: it cannot work (no run directory, wandb does not start), and the reason is the last line it printed.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m diloco_ds.observe.observer", description="metrics.jsonl into wandb"
     )
@@ -176,9 +184,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except Exception as error:  # whatever wandb may raise: the training goes on without it
+    except Exception as error:  # whatever wandb may raise
         log.exception("wandb failed")
-        warn(run, f"wandb failed and is off from now on: {_first_line(error)}")
+        warn(run, f"wandb failed: {_first_line(error)}")
         return 1
     return 0
 
@@ -195,8 +203,20 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_over(run: RunDir) -> bool:
+    """The run has ended, and no conductor is about to go on with it (it writes its status file when all is started)."""
     status = read_status(run.root)
-    return status.conductor_pid is None and status.state in ENDED
+    return status.conductor_pid is None and status.state in ENDED and run.status("conductor").exists()
+
+
+def _wandb_directory(run: RunDir) -> Path:
+    """Where wandb writes. Made here, since wandb would go somewhere else without a word where it cannot write."""
+    directory = run.root / "wandb"
+    try:
+        directory.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written: {error.strerror}") from error
 
 
 def _logged_up_to(position: Path) -> int:

@@ -85,6 +85,14 @@ def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     ]
 
 
+def test_a_place_where_wandb_cannot_write_is_named(tmp_path: Path) -> None:
+    run = new_run(tmp_path, observe={"wandb": {"mode": "offline"}})
+    (run.root / "wandb").write_text("a file where wandb needs a directory")
+    done = subprocess.run([*COMMAND, str(run.root)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"error: {run.root}/wandb cannot be written: File exists"
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
