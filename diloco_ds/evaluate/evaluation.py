@@ -149,7 +149,7 @@ def prepared_of(run: RunDir) -> Prepared:
     prepared = Prepared.from_dict(read_manifest(run.root)["data"])
     if not prepared.directory.is_dir():
         raise UserError(
-            f"{run.root}: its prepared data is no longer at {prepared.directory}; prepare it again with the same configuration"
+            f"{run.root}: its prepared data is no longer at {prepared.directory}; prepare the same configuration again"
         )
     return prepared
 

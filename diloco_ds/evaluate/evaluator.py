@@ -2,8 +2,9 @@
 
     python -m diloco_ds.evaluate.evaluator RUN_DIR SNAPSHOT_DIR [--tasks] [--threads N]
 
-The result is written to evaluations/TOKENS.json and, as a record of kind `eval`, to metrics.jsonl. It runs
-beside the learners and must not take their cores: one thread and low priority unless told otherwise.
+The result is written to evaluations/TOKENS.json and, as a record of kind `eval`, to metrics.jsonl. It runs on the CPU
+beside the learners and must take neither their cores nor their GPU memory: one thread unless told otherwise, at the
+priority it is started with, which the conductor sets low.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,12 @@ def heldout_sentences(sources: str) -> tuple[str, ...]:
 def word_pairs(sentences: tuple[str, ...], one: str, other: str) -> list[Pair]:
     """Pairs from sentences that hold one of two words; where it stands first, the other is put.
 
-    As many sentences with the one as with the other, so that no preference for either word helps.
+    As many sentences with the one as with the other, in turn, so that no preference for either word helps.
     """
     ones = [pair for sentence in sentences if (pair := _replaced(sentence, one, other))]
     others = [pair for sentence in sentences if (pair := _replaced(sentence, other, one))]
     count = min(len(ones), len(others), MAX_PAIRS // 2)
-    return ones[:count] + others[:count]
+    return list(chain.from_iterable(zip(ones[:count], others[:count], strict=True)))
 
 
 def swapped_pairs(sentences: tuple[str, ...]) -> list[Pair]:
