@@ -86,7 +86,7 @@ class Store:
         private_folder(folder.parent)
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # of a syncer that was killed here
-        require_space(folder.parent, FragmentBox.file_size(numels, _MARK_CAPACITY))
+        require_space(folder.parent, cls.file_size(layout, buffers))
         partial.mkdir(mode=0o700)
         try:
             store = cls(
@@ -100,6 +100,11 @@ class Store:
             raise
         failpoint("store.created")
         return store
+
+    @staticmethod
+    def file_size(layout: FragmentLayout, buffers: Sequence[str]) -> int:
+        """Bytes of shared memory a store takes once every slot was written."""
+        return FragmentBox.file_size(payload_numels(layout, buffers), _MARK_CAPACITY)
 
     def payload_numel(self, fragment: int) -> int:
         """fp32 values of a fragment with its buffers."""
