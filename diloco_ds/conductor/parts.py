@@ -1,0 +1,90 @@
+"""The processes a run consists of, as the conductor starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_ds.conductor.part import Command, Endings, Part
+from diloco_ds.config import RunConfig
+from diloco_ds.exchange.link_launch import clean_environment, link_command
+from diloco_ds.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All parts of a run; `supervisors` and `links` by island, no supervisors where the islands are started elsewhere."""
+
+    syncer: Part
+    links: dict[str, Part]
+    supervisors: dict[str, Part]
+    observer: Part | None
+
+    @classmethod
+    def of(cls, run: RunDir, config: RunConfig, *, islands: bool) -> Parts:
+        """The parts of the run, none of them started."""
+        run_id = run.run_id()
+        names = [island.name for island in config.islands]
+        observed = config.observe.wandb.mode != "disabled"
+        return cls(
+            syncer=Part(
+                run,
+                run_id,
+                "syncer",
+                _module("diloco_ds.exchange.syncer_process", run),
+                Endings(well=frozenset({"finished", "stopped"}), badly=frozenset({"failed"})),
+            ),
+            links={name: _link(run, run_id, config, name) for name in names},
+            supervisors={name: _supervisor(run, run_id, name) for name in names} if islands else {},
+            observer=Part(run, run_id, "observer", _module("diloco_ds.observe.observer", run))
+            if observed
+            else None,
+        )
+
+    def all(self) -> list[Part]:
+        """Every part, the syncer first."""
+        return [
+            self.syncer,
+            *self.links.values(),
+            *self.supervisors.values(),
+            *([self.observer] if self.observer else []),
+        ]
+
+    def take_over(self, run: RunDir) -> list[Part]:
+        """Those parts that an earlier conductor started and that still run, taken over."""
+        path = run.status("conductor")
+        recorded: dict[str, Any] = json.loads(path.read_text()).get("parts", {}) if path.is_file() else {}
+        return [part for part in self.all() if part.role in recorded and part.take_over(recorded[part.role])]
+
+
+def _supervisor(run: RunDir, run_id: str, island: str) -> Part:
+    return Part(
+        run,
+        run_id,
+        f"supervisor.{island}",
+        _module("diloco_ds.island.supervisor", run, island),
+        Endings(well=frozenset({"done", "stopped"}), badly=frozenset({"failed"})),
+    )
+
+
+def _link(run: RunDir, run_id: str, config: RunConfig, island: str) -> Part:
+    """A link never ends by itself; what mpirun says at its end proves nothing."""
+
+    def command() -> Command:
+        return link_command(run.root, island, config.island(island).link_args)
+
+    return Part(run, run_id, f"link.{island}", command, Endings(by_exit_code=False))
+
+
+def _module(name: str, run: RunDir, *arguments: str) -> Callable[[], Command]:
+    return lambda: module_command(name, run, *arguments)
+
+
+def module_command(name: str, run: RunDir, *arguments: str) -> Command:
+    """argv and environment of `python -m NAME RUN_DIR ARGUMENTS...`."""
+    environment = {**clean_environment(os.environ), "PYTHONUNBUFFERED": "1"}
+    return [sys.executable, "-m", name, str(run.root), *arguments], environment
