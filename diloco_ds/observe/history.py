@@ -36,6 +36,7 @@ class IslandHistory:
     step_s: array[float] = field(default_factory=_column)
     bucket_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0.0))
     incarnations: set[int] = field(default_factory=set)
+    resumptions: Sequence[float] = ()  # when the run was resumed after a stop, epoch seconds
 
     def add(self, record: Record) -> None:
         """Take in one step."""
@@ -55,9 +56,11 @@ class IslandHistory:
 
     @property
     def longest_gap_s(self) -> float | None:
-        """Longest time between two steps, restarts included."""
-        gaps = np.diff(np.asarray(self.time))
-        return float(gaps.max()) if gaps.size else None
+        """Longest time between two steps, restarts included; while the run was stopped does not count."""
+        gaps = [
+            later - earlier for earlier, later in pairwise(self.time) if not self._stopped(earlier, later)
+        ]
+        return max(gaps, default=None)
 
     def stretches(self) -> list[tuple[float, float]]:
         """Begin and end (epoch seconds) of the times in which the island stepped without an interruption."""
@@ -72,16 +75,23 @@ class IslandHistory:
         return [(begin, end) for begin, end in stretches]
 
     def goodput(self, until: float) -> float | None:
-        """Share of the time from the first step to `until` in which the island stepped; None before two."""
-        stretches = self.stretches()
-        span = until - stretches[0][0] if stretches else 0.0
-        if len(self.time) < 2 or span <= 0:
+        """Share of the time from the first step to `until` in which the island stepped; None before two.
+
+        While the run was stopped does not count as time.
+        """
+        if len(self.time) < 2 or until <= self.time[0]:
             return None
-        lost = sum(later[0] - earlier[1] for earlier, later in pairwise(stretches))
-        tail = until - stretches[-1][1]
-        if tail > INTERRUPTION_STEPS * (self.usual_step_s or 0.0):
-            lost += tail
-        return max(1.0 - lost / span, 0.0)
+        stretches = self.stretches()
+        pauses = [(earlier[1], later[0]) for earlier, later in pairwise(stretches)]
+        if until - self.time[-1] > INTERRUPTION_STEPS * (self.usual_step_s or 0.0):
+            pauses.append((self.time[-1], until))
+        stopped = sum(end - begin for begin, end in pauses if self._stopped(begin, end))
+        lost = sum(end - begin for begin, end in pauses) - stopped
+        return 1.0 - lost / (until - stretches[0][0] - stopped)
+
+    def _stopped(self, begin: float, end: float) -> bool:
+        """The run itself was stopped, and resumed, between these moments."""
+        return any(begin < moment <= end for moment in self.resumptions)
 
 
 @dataclass
@@ -162,6 +172,9 @@ def gather(records: Iterable[Record]) -> History:
         elif record["kind"] == "event":
             history.events.append(record)
     history.events.sort(key=lambda event: event["time"])
+    resumptions = _resumptions(history.events)
+    for island in history.islands.values():
+        island.resumptions = resumptions
     history.islands = dict(sorted(history.islands.items()))
     return history
 
@@ -199,6 +212,17 @@ def middle(values: Iterable[float]) -> float | None:
     """The median of the numbers that are no NaN; None if there are none."""
     known = [value for value in values if value == value]
     return median(known) if known else None
+
+
+def _resumptions(events: Sequence[Record]) -> list[float]:
+    """When the conductor started the run again after it had stopped it. After a crash it has not stopped it."""
+    of_conductor = [event for event in events if event.get("role") == "conductor"]
+    turns = [event for event in of_conductor if event.get("event") in ("started", "stop")]
+    return [
+        later["time"]
+        for earlier, later in pairwise(turns)
+        if (earlier["event"], later["event"]) == ("stop", "started")
+    ]
 
 
 def _add_merge(history: History, record: Record) -> None:

@@ -41,6 +41,21 @@ def test_an_island_that_never_comes_back_loses_the_rest() -> None:
     assert lost.goodput(until=100.0) == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize(("was_stopped", "goodput", "gap"), [(True, 1.0, 1.0), (False, 20 / 1000, 981.0)])
+def test_the_time_between_a_stop_and_its_resumption_does_not_count(
+    was_stopped: bool, goodput: float, gap: float
+) -> None:
+    steps = [{"kind": "step", "island": "a", "time": float(t)} for t in [*range(1, 11), *range(991, 1001)]]
+    events = [
+        {"kind": "event", "event": name, "role": "conductor", "time": t}
+        for name, t in [("started", 0.0), ("started", 980.0)]
+    ]
+    stop = [{"kind": "event", "event": "stop", "role": "conductor", "time": 9.5}] if was_stopped else []
+    history = gather([*steps, *events, *stop])
+    assert history.goodput == pytest.approx(goodput)
+    assert history.longest_gap_steps() == gap
+
+
 def test_participation_and_evaluations(history: History) -> None:
     assert history.mean_of_merges("merged") == pytest.approx((80 * 2 + 20) / 100)
     assert history.mean_of_merges("token_share") == pytest.approx(0.95)
