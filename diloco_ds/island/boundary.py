@@ -1,7 +1,7 @@
 """The step boundary (docs/architecture.md): what all ranks of an island do together after each inner step.
 
 Rank 0 decides (island/lead.py). The decision travels as a few integers over the CPU group; then every rank
-adopts its slices of new fragments and writes its slices of wanted ones. Nothing here waits for any process
+writes its slices of wanted fragments and adopts its slices of new ones. Nothing here waits for any process
 but the island's own ranks.
 """
 
@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from diloco_ds import config
+from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.island.completion import Completion
 from diloco_ds.island.slices import How
@@ -48,24 +49,25 @@ class Decision:
 
     then: Then
     save: bool  # write a checkpoint
+    step: int  # the island's step clock
     lr_tokens: int  # where the learning rate of the next step stands
     adopt: dict[int, Adopt] = field(default_factory=dict)  # by fragment
     answer: tuple[int, ...] = ()  # fragments to write into the outbox; rank 0 has begun them
 
     def encode(self, fragments: int) -> list[int]:
-        """The decision as 3 + 3 * fragments integers."""
+        """The decision as 4 + 3 * fragments integers."""
         per_fragment = [_NONE] * (3 * fragments)
         for fragment, adopt in self.adopt.items():
             snapshot = _NONE if adopt.snapshot is None else adopt.snapshot
             per_fragment[3 * fragment : 3 * fragment + 2] = [adopt.version, snapshot]
         for fragment in self.answer:
             per_fragment[3 * fragment + 2] = 1
-        return [self.then, self.save, self.lr_tokens, *per_fragment]
+        return [self.then, self.save, self.step, self.lr_tokens, *per_fragment]
 
     @classmethod
     def decode(cls, values: Sequence[int]) -> Decision:
         """The decision that `encode` made `values` of."""
-        then, save, lr_tokens, *rest = values
+        then, save, step, lr_tokens, *rest = values
         fragments = range(len(rest) // 3)
         adopt = {
             fragment: Adopt(
@@ -75,7 +77,7 @@ class Decision:
             if rest[3 * fragment] != _NONE
         }
         answer = tuple(fragment for fragment in fragments if rest[3 * fragment + 2] == 1)
-        return cls(Then(then), bool(save), lr_tokens, adopt, answer)
+        return cls(Then(then), bool(save), step, lr_tokens, adopt, answer)
 
 
 class Ranks(Protocol):
@@ -107,7 +109,11 @@ class Boundary:
         adoption: config.Adoption,
     ) -> None:
         self._ranks, self._inbox, self._outbox, self._completion = ranks, inbox, outbox, completion
-        self._adoption = adoption
+        self._alpha = adoption.alpha
+        if adoption.how == "none":  # rank 0 then never decides that anything is adopted
+            self._how: How = "overwrite"
+        else:
+            self._how = adoption.how
 
     def agree(self, decision: Decision | None) -> Decision:
         """Rank 0's decision on every rank; the other ranks give None."""
@@ -115,28 +121,37 @@ class Boundary:
             assert decision is not None
             return decision
         fragments = len(self._outbox.numels)
-        self._ranks.broadcast_start(decision.encode(fragments) if decision else [0] * (3 + 3 * fragments))
+        self._ranks.broadcast_start(decision.encode(fragments) if decision else [0] * (4 + 3 * fragments))
         return Decision.decode(self._ranks.broadcast_wait())
 
     def carry_out(self, decision: Decision, finish: Callable[[], None] | None) -> None:
-        """Adopt and answer. `finish` (rank 0's) is called when the copies of all ranks are done, now or soon."""
-        transfers = [self._adopt(fragment, adopt) for fragment, adopt in decision.adopt.items()]
-        transfers += [
-            self._ranks.write_fragment(fragment, self._outbox.begun(fragment)) for fragment in decision.answer
-        ]
+        """Answer, then adopt. `finish` (rank 0's) is called when the copies of all ranks are done, now or
+        soon.
+
+        A fragment that is both wanted and replaced is sent as it was before.
+        """
+        transfers = [self._answer(fragment) for fragment in decision.answer]
+        transfers += [self._adopt(fragment, adopt) for fragment, adopt in decision.adopt.items()]
         if transfers:
             self._completion.boundary(transfers, finish)
 
+    def _answer(self, fragment: int) -> Transfer:
+        transfer = self._ranks.write_fragment(fragment, self._outbox.begun(fragment))
+        failpoint("learner.written")
+        return transfer
+
     def _adopt(self, fragment: int, adopt: Adopt) -> Transfer:
-        source = self._inbox.payload(fragment, adopt.version)
-        if source is None:
-            raise RuntimeError(
-                f"version {adopt.version} of fragment {fragment} left the inbox though it was pinned"
-            )
-        how: How = "overwrite" if self._adoption.how == "none" else self._adoption.how
-        snapshot = None
-        if how == "rebase":
-            # Without an answer under the old base nothing is in flight that could be kept.
-            snapshot = None if adopt.snapshot is None else self._outbox.payload(fragment, adopt.snapshot)
-            how = "overwrite" if snapshot is None else how
-        return self._ranks.adopt_fragment(fragment, source, how, self._adoption.alpha, snapshot)
+        source = _needed(self._inbox.payload(fragment, adopt.version), fragment, adopt.version)
+        failpoint("learner.adopting")
+        if self._how != "rebase":
+            return self._ranks.adopt_fragment(fragment, source, self._how, self._alpha, None)
+        if adopt.snapshot is None:  # nothing was sent under the old base, or it was sent just now
+            return self._ranks.adopt_fragment(fragment, source, "overwrite", self._alpha, None)
+        snapshot = _needed(self._outbox.payload(fragment, adopt.snapshot), fragment, adopt.snapshot)
+        return self._ranks.adopt_fragment(fragment, source, "rebase", self._alpha, snapshot)
+
+
+def _needed(payload: Tensor | None, fragment: int, version: int) -> Tensor:
+    if payload is None:
+        raise RuntimeError(f"version {version} of fragment {fragment} is gone from the mailbox while in use")
+    return payload

@@ -66,6 +66,10 @@ class IslandCheckpoints:
             if old not in kept:
                 self._remove(old)
 
+    def withdraw(self, tag: str) -> None:
+        """Let `tag` no longer count as whole: it could not be loaded."""
+        (self.root / tag / MARK).unlink(missing_ok=True)
+
     def room_for_another(self, least_bytes: int) -> str | None:
         """Why another checkpoint does not fit on the disk, or None if it does: it takes what the newest
         takes, or `least_bytes`.

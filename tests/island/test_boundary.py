@@ -16,11 +16,11 @@ adoptions = st.dictionaries(
 )
 
 
-@given(st.sampled_from(Then), st.booleans(), st.integers(0, 2**62), adoptions, st.sets(st.integers(0, 5)))
-def test_a_decision_travels_as_integers(then, save, lr_tokens, adopt, answer):
-    decision = Decision(then, save, lr_tokens, adopt, tuple(sorted(answer)))
+@given(st.sampled_from(Then), st.booleans(), st.integers(0, 2**40), st.integers(0, 2**62), adoptions, st.sets(st.integers(0, 5)))
+def test_a_decision_travels_as_integers(then, save, step, lr_tokens, adopt, answer):
+    decision = Decision(then, save, step, lr_tokens, adopt, tuple(sorted(answer)))
     values = decision.encode(6)
-    assert len(values) == 3 + 3 * 6
+    assert len(values) == 4 + 3 * 6
     assert Decision.decode([int(value) for value in values]) == decision
 
 
@@ -123,12 +123,12 @@ def crossed(boxes, tmp_path, decision, **adoption):
     return ranks.fragments, finished
 
 
-def test_adoption_comes_before_the_answer(boxes, tmp_path):
+def test_a_fragment_that_is_wanted_and_replaced_is_sent_as_it_was(boxes, tmp_path):
     boxes[1].begin(0)
     boxes[1].begin(1)
-    fragments, finished = crossed(boxes, tmp_path, Decision(Then.STEP, False, 0, {0: Adopt(4)}, (0, 1)))
+    fragments, finished = crossed(boxes, tmp_path, Decision(Then.STEP, False, 9, 0, {0: Adopt(4)}, (0, 1)))
     assert fragments[0].tolist() == [10, 20]
-    assert boxes[1].begun(0).tolist() == [10, 20]
+    assert boxes[1].begun(0).tolist() == [3, 5]
     assert boxes[1].begun(1).tolist() == [1, 2, 3]
     assert finished == [True]
 
@@ -144,11 +144,11 @@ def test_adoption_comes_before_the_answer(boxes, tmp_path):
 )
 def test_the_ways_to_adopt(boxes, tmp_path, adoption, snapshot, becomes):
     fragments, _ = crossed(
-        boxes, tmp_path, Decision(Then.STEP, False, 0, {0: Adopt(4, snapshot)}), **adoption
+        boxes, tmp_path, Decision(Then.STEP, False, 9, 0, {0: Adopt(4, snapshot)}), **adoption
     )
     assert fragments[0].tolist() == becomes
 
 
 def test_a_boundary_without_copies_finishes_nothing(boxes, tmp_path):
-    _, finished = crossed(boxes, tmp_path, Decision(Then.STEP, False, 0))
+    _, finished = crossed(boxes, tmp_path, Decision(Then.STEP, False, 9, 0))
     assert finished == []

@@ -1,0 +1,228 @@
+"""The learner: one rank of an island's DeepSpeed job. Its loop is a batch, a step, a boundary.
+
+    deepspeed --num_gpus N --master_port P --module diloco_ds.island.learner RUN_DIR ISLAND
+
+Started and watched by the supervisor (island/supervisor.py). Exit code 0 after it drained or stopped as it
+was asked to, 2 where it cannot run as configured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from diloco_ds.core.events import LearnerPhase
+from diloco_ds.core.learner import LearnerClock
+from diloco_ds.core.schedule import token_schedule
+from diloco_ds.data.shard import Shard
+from diloco_ds.errors import UserError
+from diloco_ds.island.batches import Batches
+from diloco_ds.island.boundary import Boundary, Decision, Then
+from diloco_ds.island.checkpoints import IslandCheckpoints
+from diloco_ds.island.completion import Completion, RankBoard
+from diloco_ds.island.engine import Engine
+from diloco_ds.island.heartbeat import heartbeat
+from diloco_ds.island.lead import Lead
+from diloco_ds.island.rank_zero import RankZero, StepTimes
+from diloco_ds.island.saving import Saver
+from diloco_ds.island.start import OpenRun, restore
+from diloco_ds.island.step_log import StepLog
+
+LONGEST_SAVE_S = 600.0
+"""A save that takes longer is no longer spoken for: the supervisor then counts its silence."""
+WAIT_S = 0.02
+"""Between two looks at a slot of the outbox that is still being read, when there is nothing left to train."""
+
+
+class Stop:
+    """Whether somebody asked this process to end (SIGTERM). Ctrl-C is the conductor's business."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        signal.signal(signal.SIGTERM, self._ask)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _ask(self, _number: int, _frame: object) -> None:
+        self.asked = True
+
+
+class Learner:
+    """One rank, ready to train. `zero` is rank 0's part, None on the others."""
+
+    def __init__(
+        self,
+        run: OpenRun,
+        engine: Engine,
+        batches: Batches,
+        completion: Completion,
+        zero: RankZero | None,
+        stop: Stop,
+    ) -> None:
+        assert run.mailbox.inbox is not None
+        self._run, self._engine, self._batches, self._zero, self._stop = run, engine, batches, zero, stop
+        self._completion = completion
+        self._boundary = Boundary(
+            engine, run.mailbox.inbox, run.mailbox.outbox, completion, run.config.exchange.adoption
+        )
+        self._base_lr, self._lr_factor = _learning_rate(run)
+        self._ended = time.perf_counter()
+        self._saving = 0.0  # seconds the last checkpoint took, until they are in a step's record
+
+    def train(self) -> None:
+        """Train until the end is ordered, and end: every answer committed, a checkpoint written, the last
+        report made.
+
+        The first boundary, before the first step, adopts what is newer than the weights it began from.
+        """
+        self._ended = time.perf_counter()
+        decision = self._cross()
+        while decision.then is Then.STEP:
+            decision = self._step(decision)
+            if decision.save and decision.then is Then.STEP:
+                self._save(decision.step)
+        while decision.then is Then.WAIT:
+            time.sleep(WAIT_S)
+            decision = self._cross()
+        self._completion.wait()
+        if decision.save:
+            self._save(decision.step)
+        if self._zero is not None:
+            self._zero.end(self._engine.finished_steps(wait=True), decision.then)
+
+    def _step(self, before: Decision) -> Decision:
+        """A step with the learning rate of the boundary before it, and the boundary after it."""
+        began = time.perf_counter()
+        batch = self._batches.next()
+        data = time.perf_counter() - began
+        factor = self._lr_factor(before.lr_tokens)
+        self._engine.set_lr(factor)
+        self._engine.step(batch.rows)
+        results = self._engine.finished_steps()
+        if self._zero is not None:
+            self._zero.stepped(batch.position, results)
+        stepped = time.perf_counter()
+        decision = self._cross()
+        before_it, self._ended = self._ended, time.perf_counter()
+        if self._zero is not None:
+            times = StepTimes(self._ended - before_it, data, self._ended - stepped, self._saving)
+            self._zero.record(times, decision, self._base_lr * factor, results)
+        self._saving = 0.0
+        return decision
+
+    def _cross(self) -> Decision:
+        """One boundary."""
+        decision, finish = self._zero.decide(self._stop.asked) if self._zero is not None else (None, None)
+        agreed = self._boundary.agree(decision)
+        self._boundary.carry_out(agreed, finish)
+        return agreed
+
+    def _save(self, step: int) -> None:
+        """Write a checkpoint at step clock `step`, all ranks together."""
+        zero, tag = self._zero, IslandCheckpoints.tag(self._run.identity.incarnation, step)
+        began = time.perf_counter()
+        with _spoken_for(zero.lead if zero else None, "running", LONGEST_SAVE_S):
+            self._engine.save(self._run.checkpoints.root, tag, zero.state() if zero else {})
+        self._saving = time.perf_counter() - began
+        if zero is not None:
+            zero.saved(tag, self._saving)
+
+
+def learn(run: OpenRun, stop: Stop) -> None:
+    """Start this rank, go on from where the island was, train to the end, and leave the other ranks."""
+    lead = log = None
+    if run.rank == 0:
+        exchange = run.config.exchange
+        clock = LearnerClock(run.layout.fragments, exchange.adoption.how, exchange.merge.late)
+        lead = Lead(run.identity, run.mailbox, clock)
+        log = StepLog(run.dir.metrics, run.identity.island, run.identity.incarnation)
+    board = run.mailbox.folder / "ranks"
+    with _spoken_for(lead, "starting"):
+        if run.rank == 0:
+            RankBoard.renew(board, run.ranks)  # before the ranks meet in Engine.start
+        engine = _start_engine(run)
+        outcome = restore(engine, lead, run.checkpoints)
+    zero = _rank_zero(run, engine, lead, log, outcome) if lead and log else None
+    batches = _open_batches(run, engine, lead)
+    completion = Completion(RankBoard(board), run.rank)
+    Learner(run, engine, batches, completion, zero, stop).train()
+    batches.close()
+    completion.close()
+    engine.close()
+
+
+def _start_engine(run: OpenRun) -> Engine:
+    identity, config = run.identity, run.config
+    deepspeed_config = config.deepspeed_of(identity.island)
+    seed = config.seed + 1000 * identity.index
+    engine = Engine.start(run.load_model(), deepspeed_config, config.trainer, run.layout, seed)
+    for box in (run.mailbox.outbox, run.mailbox.inbox):
+        if box is not None:
+            engine.pin(box.address, box.nbytes)
+    return engine
+
+
+def _rank_zero(run: OpenRun, engine: Engine, lead: Lead, log: StepLog, outcome: str) -> RankZero:
+    config = run.config
+    sequences = engine.world_size * engine.micro_batch * engine.grad_accumulation
+    lead.step_tokens = sequences * run.data.sequence_length
+    log.event("started", outcome, ranks=engine.world_size, step_tokens=lead.step_tokens)
+    saver = Saver(run.checkpoints, config.trainer.checkpoint_every_s, sum(run.layout.numels), log)
+    return RankZero(lead, log, saver, config.exchange.grace.smoothing)
+
+
+def _open_batches(run: OpenRun, engine: Engine, lead: Lead | None) -> Batches:
+    """Every rank reads from the island's position, which rank 0 knows."""
+    engine.broadcast_start([lead.progress.data_position if lead else 0])
+    (position,) = engine.broadcast_wait()
+    blocks = run.data.open_train()
+    config, index = run.config, run.identity.index
+    shard = Shard(len(blocks), config.seed, index, len(config.islands), position)
+    sequences = engine.micro_batch * engine.grad_accumulation
+    return Batches(blocks, shard, engine.rank, engine.world_size, sequences, engine.device.type == "cuda")
+
+
+def _learning_rate(run: OpenRun) -> tuple[float, Callable[[int], float]]:
+    """The peak learning rate, and its factor over tokens."""
+    trainer = run.config.trainer
+    base_lr = float(run.config.deepspeed_of(run.identity.island)["optimizer"]["params"]["lr"])
+    return base_lr, token_schedule(
+        trainer.scheduler,
+        trainer.scheduler_args,
+        trainer.warmup_tokens,
+        run.config.budget.tokens,
+        base_lr,
+        "trainer.scheduler",
+    )
+
+
+def _spoken_for(
+    lead: Lead | None, phase: LearnerPhase, at_most_s: float | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """While no steps are made, rank 0 writes a report in `phase` every second."""
+    if lead is None:
+        return contextlib.nullcontext()
+    return heartbeat(lambda: lead.report(phase), at_most_s)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """One rank, from start to end; the exit code."""
+    parser = argparse.ArgumentParser(prog="diloco_ds.island.learner", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("island")
+    given = parser.parse_args(arguments)
+    stop = Stop()
+    try:
+        learn(OpenRun(given.run_dir, given.island), stop)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""When an island saves a checkpoint, and what is done about it beside the step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from diloco_ds.island.checkpoints import IslandCheckpoints
+from diloco_ds.island.step_log import StepLog
+
+BYTES_PER_PARAMETER = 18
+"""What a checkpoint takes until the first one is measured: fp32 master, two moments, a copy in low precision,
+and some more.
+"""
+
+
+class Saver:
+    """Rank 0's side of saving.
+
+    DeepSpeed writes in the foreground: its background writers do not work on every device. Bringing the files
+    to disk, the mark that makes them count, and removing older ones happen in a thread.
+    """
+
+    def __init__(self, checkpoints: IslandCheckpoints, every_s: float, parameters: int, log: StepLog) -> None:
+        self._checkpoints, self._every_s, self._log = checkpoints, every_s, log
+        self._least_bytes = BYTES_PER_PARAMETER * parameters
+        self._last = time.monotonic()
+        self._completing: threading.Thread | None = None
+        self._paused = False
+
+    def due(self) -> bool:
+        """Whether it is time for a checkpoint, the last one is complete and the disk has room."""
+        if time.monotonic() - self._last < self._every_s or self._busy():
+            return False
+        self._last = time.monotonic()
+        return self.has_room()
+
+    def has_room(self) -> bool:
+        """Whether the disk has room for another checkpoint; says so once where it has not."""
+        no_room = self._checkpoints.room_for_another(self._least_bytes)
+        if no_room and not self._paused:
+            self._log.event("checkpoint_paused", no_room)
+        self._paused = no_room is not None
+        return not self._paused
+
+    def written(self, tag: str, facts: dict[str, Any], seconds: float) -> None:
+        """DeepSpeed has written `tag`, which held the loop up for `seconds`: complete it."""
+        self.wait()
+        self._last = time.monotonic()
+        self._completing = threading.Thread(
+            target=self._complete, args=(tag, facts, seconds), name="checkpoint"
+        )
+        self._completing.start()
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is complete."""
+        if self._completing is not None:
+            self._completing.join()
+
+    def _busy(self) -> bool:
+        return self._completing is not None and self._completing.is_alive()
+
+    def _complete(self, tag: str, facts: dict[str, Any], seconds: float) -> None:
+        try:
+            nbytes = self._checkpoints.size(tag)
+            self._checkpoints.complete(tag, {**facts, "bytes": nbytes})
+        except OSError as error:
+            self._log.event("checkpoint_failed", f"{tag}: {error}")
+            return
+        self._log.event("checkpoint", f"{tag} is complete", seconds=seconds, bytes=nbytes)

@@ -1,0 +1,107 @@
+"""What a learner starts from: the run directory, the initial weights, and on top of them its own last
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from diloco_ds.config_file import load_config
+from diloco_ds.core.fragments import FragmentLayout
+from diloco_ds.data.prepared import Prepared
+from diloco_ds.errors import UserError
+from diloco_ds.exchange.mailbox import Mailbox
+from diloco_ds.island.checkpoints import IslandCheckpoints
+from diloco_ds.island.engine import Engine
+from diloco_ds.island.lead import Identity, Lead
+from diloco_ds.island.learner_processes import MARK
+from diloco_ds.model.initial import load_initial, weights_hash
+from diloco_ds.observe.manifest import read_manifest
+from diloco_ds.rundir import RunDir, SharedMemory
+
+
+class OpenRun:
+    """A run as the learner of one island sees it: the same on all ranks but for `rank`.
+
+    UserError where the directory, the mailbox or the supervisor's mark is not there.
+    """
+
+    def __init__(self, root: Path, island: str) -> None:
+        self.dir = RunDir(root)
+        manifest = read_manifest(root)
+        self.config = load_config(self.dir.config)
+        self.layout = FragmentLayout.from_json(self.dir.layout.read_text())
+        self.data = Prepared.from_dict(manifest["data"])
+        self.weights_sha256: str = manifest["model"]["initial_weights_sha256"]
+        run_id = str(manifest["run_id"])
+        names = [each.name for each in self.config.islands]
+        if island not in names:
+            raise UserError(f"{self.dir.config}: no island '{island}'; there are {', '.join(names)}")
+        self.identity = Identity(
+            run_id, self.layout.digest, island, names.index(island), _incarnation(run_id, island)
+        )
+        self.mailbox = _mailbox(SharedMemory(run_id).island_end(island))
+        self.checkpoints = IslandCheckpoints(
+            self.dir.island_checkpoints(island), self.config.syncer.keep_checkpoints
+        )
+        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def load_model(self) -> PreTrainedModel:
+        """The model with the run's initial weights; on rank 0 UserError unless their hash is the manifest's."""
+        if self.rank == 0 and weights_hash(self.dir.model_config) != self.weights_sha256:
+            raise UserError(
+                f"{self.dir.initial_weights} is not the file this run began with: its sha256 differs from the manifest's"
+            )
+        return load_initial(self.dir.model_config)
+
+
+def restore(engine: Engine, lead: Lead | None, checkpoints: IslandCheckpoints) -> str:
+    """Go on from the newest own checkpoint, else from the initial weights; says which, and why. All ranks
+    together.
+
+    Newer global fragments come with the first boundary. Data and learning rate go on where an earlier
+    incarnation last reported to be, even if its checkpoint is older.
+    """
+    if lead is not None:
+        lead.begin_from_initial_weights()
+    outcome = _restore_checkpoint(engine, lead, checkpoints)
+    if lead is not None:
+        lead.continue_from_earlier_report()
+    return outcome
+
+
+def _restore_checkpoint(engine: Engine, lead: Lead | None, checkpoints: IslandCheckpoints) -> str:
+    newest = checkpoints.newest()
+    if newest is None:
+        return "initial weights and fresh optimizer moments: there is no own checkpoint"
+    try:
+        state = engine.load(checkpoints.root, newest.tag)
+    except UserError as error:  # found before anything was loaded: the engine is as it was
+        return f"initial weights and fresh optimizer moments: {error}"
+    except Exception:
+        # Half-loaded weights are of no use, and the next start must not meet the same checkpoint again.
+        checkpoints.withdraw(newest.tag)
+        raise
+    if lead is not None:
+        lead.restore(state["lead"])
+    return f"weights and optimizer moments of its checkpoint {newest.tag}"
+
+
+def _mailbox(folder: Path) -> Mailbox:
+    try:
+        return Mailbox.open(folder)
+    except FileNotFoundError:
+        raise UserError(f"there is no mailbox in {folder}: the island's supervisor makes it") from None
+
+
+def _incarnation(run_id: str, island: str) -> int:
+    given = os.environ.get(MARK, "")
+    if not given.startswith(f"{run_id}/{island}/"):
+        raise UserError(
+            f"{MARK} is '{given}', not {run_id}/{island}/INCARNATION: start the learner through its supervisor, "
+            "python -m diloco_ds.island.supervisor RUN_DIR ISLAND"
+        )
+    return int(given.rpartition("/")[2])

@@ -1,0 +1,338 @@
+"""The supervisor of an island: starts its learner, watches it, starts it again, and takes over a learner it
+finds running.
+
+    python -m diloco_ds.island.supervisor RUN_DIR ISLAND
+
+The learner lives in a session of its own and trains on if the supervisor dies. Exit code 0: the learner ended
+as it was asked to (drained or stopped). 1: it was given up. 2: it cannot run as configured. SIGTERM (or
+Ctrl-C) asks the learner for a clean end with a checkpoint and kills it after `CLEAN_END_S`; a second one
+kills it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from diloco_ds.config import RunConfig
+from diloco_ds.config_file import load_config
+from diloco_ds.core.events import Report
+from diloco_ds.core.fragments import FragmentLayout
+from diloco_ds.errors import UserError
+from diloco_ds.exchange.link_launch import clean_environment
+from diloco_ds.exchange.mailbox import Mailbox
+from diloco_ds.exchange.wire import OrdersRecord, ReportRecord
+from diloco_ds.island.launch import devices_of, launch_command, rank_environment
+from diloco_ds.island.learner_processes import LearnerProcesses, running_incarnations
+from diloco_ds.island.watch import Restarts, StepRhythm
+from diloco_ds.observe.metrics import MetricsFile
+from diloco_ds.rundir import RunDir, SharedMemory, write_atomically, write_json
+
+CLEAN_END_S = 25.0
+"""How long a learner that was asked to stop may take to write its checkpoint."""
+POLL_S = 0.2
+USER_ERROR = 2
+"""Exit code of a learner that cannot run as it is configured: starting it again would not help."""
+
+State = Literal["starting", "running", "restarting", "draining", "done", "stopped", "failed"]
+
+log = logging.getLogger("supervisor")
+
+
+@dataclass
+class Status:
+    """What status/supervisor.NAME.json holds; written on every change."""
+
+    started: float = field(default_factory=time.time)
+    state: State = "starting"
+    reason: str = ""
+    incarnation: int = 0
+    launcher: int | None = None
+    ranks: dict[int, int] = field(default_factory=dict)
+    restarts: int = 0
+    last_exit: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The file's content."""
+        return {
+            "pid": os.getpid(),
+            "started": self.started,
+            "state": self.state,
+            "reason": self.reason,
+            "incarnation": self.incarnation,
+            "pids": {"launcher": self.launcher, "ranks": list(self.ranks.values())},
+            "restarts": self.restarts,
+            "last_exit": self.last_exit,
+        }
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a learner ended: `final` states are the supervisor's own end, "restarting" is none."""
+
+    state: Literal["done", "stopped", "failed", "restarting"]
+    reason: str
+
+
+class Supervisor:
+    """Watches over the learner of one island. Only one per island can exist: UserError where another one
+    does.
+    """
+
+    def __init__(self, run: RunDir, island: str) -> None:
+        self._run, self._island = run, island
+        self._config = _config_of(run, island)
+        self._lock = _lock(run.status(f"supervisor.{island}").with_suffix(".lock"), island)
+        self._run_id = run.run_id()
+        self._mailbox = _mailbox(SharedMemory(self._run_id).island_end(island), run.layout)
+        self._metrics = MetricsFile(run.metrics)
+        self._restarts = Restarts()
+        self._status = Status()
+        self._stops = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._count_stop)
+
+    def run(self) -> int:
+        """Supervise until the learner has ended for good; the exit code."""
+        learner = self._take_over() or self._launch()
+        while True:
+            rhythm = StepRhythm()
+            since = time.monotonic()
+            ending = self._watch(learner, rhythm)
+            self._status.last_exit = learner.exit_code()
+            learner.kill()
+            if ending.state == "restarting":
+                ending = self._pause(ending, time.monotonic() - since if rhythm.stepping else None)
+            if ending.state != "restarting":
+                return self._end(ending)
+            learner = self._launch()
+
+    def _take_over(self) -> LearnerProcesses | None:
+        """The learner that runs already, started by a supervisor that is gone; remains of older ones are
+        killed.
+        """
+        running = running_incarnations(self._run_id, self._island)
+        learners = [LearnerProcesses(self._run_id, self._island, each) for each in running]
+        for old in learners[:-1]:
+            old.kill()
+        if not learners or not (learner := learners[-1]).find_ranks(self._config.island(self._island).ranks):
+            for incomplete in learners[-1:]:
+                incomplete.kill()
+            return None
+        self._status.incarnation = learner.incarnation
+        self._change("starting", f"took over incarnation {learner.incarnation}, which was running", learner)
+        return learner
+
+    def _launch(self) -> LearnerProcesses:
+        self._status.incarnation = _next_incarnation(self._run.island_checkpoints(self._island))
+        environment = clean_environment(os.environ)
+        devices = devices_of(self._config, self._island, environment)
+        learner = LearnerProcesses.start(
+            launch_command(self._run.root, self._config, self._island, devices),
+            rank_environment(self._config, self._island, environment),
+            self._run.log(self._island),
+            self._run_id,
+            self._island,
+            self._status.incarnation,
+        )
+        self._change("starting", f"incarnation {learner.incarnation} started", learner)
+        return learner
+
+    def _watch(self, learner: LearnerProcesses, rhythm: StepRhythm) -> Ending:
+        """Return when the learner has ended or must end."""
+        ranks = self._config.island(self._island).ranks
+        while True:
+            if self._stops:
+                return self._stop(learner)
+            code = learner.exit_code()
+            if code is not None:
+                return self._ending(learner, code)
+            if len(learner.ranks) < ranks and learner.find_ranks(ranks):
+                self._write_status(learner)
+            self._observe(learner, rhythm)
+            if reason := rhythm.hung(time.monotonic()):
+                return Ending("restarting", reason)
+            time.sleep(POLL_S)
+
+    def _observe(self, learner: LearnerProcesses, rhythm: StepRhythm) -> None:
+        sequence, report = self._report_of(learner)
+        if report is None:
+            return
+        stepping = report.phase == "running"
+        rhythm.observe(sequence, report.step if stepping else None, time.monotonic())
+        state: State = "running" if stepping else "starting"
+        if report.phase == "drained" or self._orders_phase() == "drain":
+            state = "draining"
+        if state != self._status.state:
+            self._change(state, f"incarnation {learner.incarnation} is {report.phase}", learner)
+
+    def _report_of(self, learner: LearnerProcesses) -> tuple[int, Report | None]:
+        """Sequence number and report of this very learner; None while there is only an older one's."""
+        sequence, payload = self._mailbox.report.read() or (0, None)
+        report = ReportRecord.unpack(payload).report if payload is not None else None
+        return sequence, report if report and report.incarnation == learner.incarnation else None
+
+    def _orders_phase(self) -> str | None:
+        _, payload = self._mailbox.orders.read() or (0, None)
+        return OrdersRecord.unpack(payload).orders.phase if payload is not None else None
+
+    def _ending(self, learner: LearnerProcesses, code: int) -> Ending:
+        """What the end of the launcher with `code` means."""
+        _, report = self._report_of(learner)
+        said = report.phase if report else None
+        if said == "drained":
+            return Ending("done", "its last updates are written")
+        if said == "stopped":
+            return Ending("stopped", "ended with a checkpoint, as it was asked to")
+        if code == USER_ERROR:
+            return Ending("failed", self._last_error())
+        if said == "running" and self._orders_phase() in ("stop", "finished"):
+            return Ending("stopped", f"the run ends; the learner ended with {_in_words(code)}")
+        return Ending(
+            "restarting", f"the learner ended with {_in_words(code)}; see {self._run.log(self._island)}"
+        )
+
+    def _last_error(self) -> str:
+        lines = self._run.log(self._island).read_text(errors="replace").splitlines()
+        errors = [line for line in lines if line.startswith("error: ")]
+        return errors[-1] if errors else f"it cannot run as configured; see {self._run.log(self._island)}"
+
+    def _stop(self, learner: LearnerProcesses) -> Ending:
+        """Ask the ranks for a clean end; after `CLEAN_END_S`, or at a second request, the caller's kill ends
+        them.
+        """
+        deadline = time.monotonic() + CLEAN_END_S
+        asked = learner.signal_ranks(signal.SIGTERM)
+        while asked and self._stops < 2 and learner.exit_code() is None and time.monotonic() < deadline:
+            time.sleep(POLL_S / 2)
+        _, report = self._report_of(learner)
+        clean = report is not None and report.phase in ("stopped", "drained")
+        return Ending("stopped", "asked to stop: " + ("it wrote a checkpoint" if clean else "it was killed"))
+
+    def _pause(self, ending: Ending, stepped_for_s: float | None) -> Ending:
+        """Wait before the next start; returns the given ending, or a final one if there is no next start."""
+        delay = self._restarts.ended(stepped_for_s)
+        if delay is None:
+            return Ending(
+                "failed", f"{self._restarts.barren} starts in a row without a step; the last: {ending.reason}"
+            )
+        self._status.restarts = self._restarts.count
+        self._change("restarting", f"{ending.reason}; next start in {delay:.0f} s")
+        until = time.monotonic() + delay
+        while time.monotonic() < until:
+            if self._stops:
+                return Ending("stopped", "asked to stop while no learner ran")
+            time.sleep(POLL_S / 2)
+        return ending
+
+    def _end(self, ending: Ending) -> int:
+        assert ending.state != "restarting"
+        self._change(ending.state, ending.reason)
+        self._metrics.close()
+        return 1 if ending.state == "failed" else 0
+
+    def _change(self, state: State, reason: str, learner: LearnerProcesses | None = None) -> None:
+        """Tell everybody of a new state: status file, log, metrics."""
+        self._status.state, self._status.reason = state, reason
+        log.info("%s: %s: %s", self._island, state, reason)
+        self._metrics.write(
+            "event",
+            event=f"learner_{state}",
+            role="supervisor",
+            island=self._island,
+            incarnation=self._status.incarnation,
+            reason=reason,
+        )
+        self._write_status(learner)
+
+    def _write_status(self, learner: LearnerProcesses | None) -> None:
+        self._status.launcher = learner.launcher if learner else None
+        self._status.ranks = learner.ranks if learner else {}
+        try:
+            write_json(self._run.status(f"supervisor.{self._island}"), self._status.as_json())
+        except OSError as error:  # a full disk must not end the supervision
+            log.warning("%s: the status file cannot be written: %s", self._island, error)
+
+    def _count_stop(self, _number: int, _frame: object) -> None:
+        self._stops += 1
+
+
+def _config_of(run: RunDir, island: str) -> RunConfig:
+    if not run.config.is_file():
+        raise UserError(f"{run.root} is no run directory: it has no {run.config.name}")
+    config = load_config(run.config)
+    names = [each.name for each in config.islands]
+    if island not in names:
+        raise UserError(f"{run.config}: no island '{island}'; there are {', '.join(names)}")
+    return config
+
+
+def _mailbox(folder: Path, layout: Path) -> Mailbox:
+    """The island's end of its link: it outlives learners and supervisors, so there may be one already."""
+    numels = FragmentLayout.from_json(layout.read_text()).numels
+    mailbox = Mailbox.open(folder) if folder.exists() else Mailbox.create(folder, numels, inbox=True)
+    if mailbox.inbox is None or mailbox.outbox.numels != numels:
+        raise UserError(f"{folder}: its fragments are not those of the run's layout; remove it")
+    return mailbox
+
+
+def _lock(path: Path, island: str) -> int:
+    """Hold `path` until this process ends; children do not inherit it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"island '{island}' has a supervisor already ({path} is locked); end that one first"
+        ) from None
+    return descriptor
+
+
+def _next_incarnation(checkpoints: Path) -> int:
+    """One more than ever before for this island; on disk before it is used."""
+    path = checkpoints / "incarnation"
+    number = int(path.read_text()) + 1 if path.exists() else 1
+    write_atomically(path, f"{number}\n")
+    return number
+
+
+def _in_words(code: int) -> str:
+    """An exit code; DeepSpeed's launcher gives signals as 256 - number, the system as -number."""
+    number = -code if code < 0 else 256 - code if code > 192 else None
+    if number is None:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"exit code {code} ({signal.Signals(number).name})"
+    return f"exit code {code}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Supervise one island until its learner has ended for good."""
+    parser = argparse.ArgumentParser(prog="python -m diloco_ds.island.supervisor", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("island")
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    with contextlib.suppress(
+        PermissionError
+    ):  # leader of its group already: it has been given a session or a job of its own
+        os.setsid()
+    try:
+        return Supervisor(RunDir(given.run_dir), given.island).run()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())
