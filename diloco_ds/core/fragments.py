@@ -126,6 +126,8 @@ class FragmentLayout:
             if placed.fragment < 0 or placed.offset != filled[placed.fragment]:
                 raise ValueError(f"tensor '{placed.spec.name}' does not follow the one before it")
             filled[placed.fragment] += placed.spec.numel
+        if not filled or not all(filled):
+            raise ValueError("there is a fragment without tensors")
 
     @cached_property
     def digest(self) -> str:

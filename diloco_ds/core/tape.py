@@ -84,7 +84,8 @@ def decode_all(
 ) -> Iterator[Header | Entry | Torn]:
     """The records of a tape, in order; a Torn comes last if the last line is not whole.
 
-    `lines` are its lines with their newlines: an open binary file, or `data.splitlines(keepends=True)`.
+    `lines` is an open binary file, or io.BytesIO: lines that end with the newline and contain no other.
+    Sequences come back as tuples.
     TapeError at a damaged record, a first record that is no header, another version, a run or layout other
     than the one given or than the first header's, or a generation that does not rise.
     """
