@@ -51,6 +51,11 @@ _REFUSALS = (
     _Refusal(
         "zero_optimization.offload_optimizer.super_offload", _off, "it hides master weights; leave it out"
     ),
+    _Refusal(
+        "zero_optimization.round_robin_gradients",
+        _off,
+        "DeepSpeed loses track of master weights with it; leave it out",
+    ),
     _Refusal("zero_optimization.zenflow", _off, "it keeps a second set of master weights; leave it out"),
     _Refusal(
         "zero_optimization.zero_hpz_partition_size", _off_or_one, "it keeps secondary weights; leave it out"

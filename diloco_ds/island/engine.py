@@ -78,7 +78,10 @@ class Engine:
         model.train()
         loss_model = LossModel(model, trainer.loss_chunk)
         trained = [parameter for parameter in loss_model.parameters() if parameter.requires_grad]
-        engine, *_ = deepspeed.initialize(model=loss_model, model_parameters=trained, config=settings)
+        try:
+            engine, *_ = deepspeed.initialize(model=loss_model, model_parameters=trained, config=settings)
+        except ValueError as error:  # a setting DeepSpeed finds wrong, or impossible on this device
+            raise UserError(f"deepspeed: {' '.join(str(error).split())}") from error
         undo_first_step(engine.optimizer)
         if trainer.compile:
             engine.compile()

@@ -9,6 +9,7 @@ through their attributes; DeepSpeed is not imported.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -114,6 +115,7 @@ def find_slices(
             _add(fragment, finder, parameters[placed.spec.name], placed.offset)
         fragment.owned = _own_share(fragment, ranks) if finder.replicated else fragment.masters
         found.append(fragment)
+    _check_masters(found)
     _compare(found, layout, ranks)
     return found
 
@@ -136,6 +138,20 @@ def _own_share(fragment: FragmentSlices, ranks: Ranks) -> list[Slice]:
     """Every rank holds the whole master: an even share of the fragment for each to answer with."""
     low, high = (fragment.numel * index // ranks.count for index in (ranks.rank, ranks.rank + 1))
     return [part for master in fragment.masters if (part := master.cut(low, high))]
+
+
+def _check_masters(found: Sequence[FragmentSlices]) -> None:
+    """Before a step, and after a checkpoint is loaded, every copy is its master rounded; else the map is
+    wrong.
+    """
+    for fragment in found:
+        for master, copy in itertools.product(fragment.masters, fragment.copies):
+            ours, theirs = master.cut(copy.start, copy.stop), copy.cut(master.start, master.stop)
+            if ours is None or theirs is None or not theirs.held():
+                continue
+            values = theirs.values()
+            if not torch.equal(ours.values().to(values.device, values.dtype), values):
+                raise UserError("deepspeed: with these settings it cannot be told where master weights lie")
 
 
 def _compare(found: Sequence[FragmentSlices], layout: FragmentLayout, ranks: Ranks) -> None:
