@@ -18,6 +18,9 @@ from typing import Any, Literal
 Kind = Literal["step", "merge", "eval", "event"]
 Record = dict[str, Any]
 
+LOOK_BACK = 2**28
+"""Bytes from the end in which `last_record` looks: a look must stay cheap however long the run."""
+
 log = logging.getLogger(__name__)
 
 _to_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
@@ -142,13 +145,14 @@ def iterate_metrics(path: Path, since_offset: int = 0) -> Iterator[Record]:
 
 
 def last_record(path: Path, kind: Kind) -> Record | None:
-    """The newest whole record of `kind`, looked for from the end; None if there is none."""
+    """The newest whole record of `kind`; None if there is none in the last `LOOK_BACK` bytes of the file."""
     if not path.is_file() or path.stat().st_size == 0:
         return None
     mark = f'"kind":"{kind}"'.encode()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         end = content.rfind(b"\n") + 1
-        while (at := content.rfind(mark, 0, end)) >= 0:
+        oldest = max(end - LOOK_BACK, 0)
+        while (at := content.rfind(mark, oldest, end)) >= 0:
             start = content.rfind(b"\n", 0, at) + 1
             if (record := _parse(content[start : content.find(b"\n", at)])) is not None:
                 return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,11 +141,15 @@ def read_status(run_dir: Path) -> Status:
 
 
 def _read_config(run: RunDir) -> dict[str, Any]:
-    if not run.config.is_file():
-        return {}
-    config = yaml.safe_load(run.config.read_text())
+    return _parse_config(run.config, run.config.stat().st_mtime_ns) if run.config.is_file() else {}
+
+
+@lru_cache(maxsize=8)
+def _parse_config(path: Path, _changed_ns: int) -> dict[str, Any]:
+    """YAML is slow to read, and a view asks every second."""
+    config = yaml.safe_load(path.read_text())
     if not isinstance(config, dict):
-        raise UserError(f"{run.config} is no run configuration: a YAML mapping is expected")
+        raise UserError(f"{path} is no run configuration: a YAML mapping is expected")
     return config
 
 
