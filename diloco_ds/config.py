@@ -373,12 +373,13 @@ class RunConfig(Block):
 
     def deepspeed_of(self, name: str) -> dict[str, Any]:
         """The DeepSpeed config of island `name`: the run's, with the island's own merged over it key by key."""
-        return _merged(self.deepspeed, self.island(name).deepspeed)
+        return merged(self.deepspeed, self.island(name).deepspeed)
 
 
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `over` laid over it: mappings key by key, everything else replaced."""
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
-        result[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return result
