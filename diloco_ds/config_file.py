@@ -1,29 +1,25 @@
 """Run files: YAML to a `RunConfig` and back, `key=value` overrides, absolute paths, errors of one line that say where.
 
 Relative paths in a run file are looked for beside the run file first, then in the working directory; `data.cache_dir`
-always belongs to the working directory. A resolved config holds absolute paths alone.
+always belongs to the working directory. A resolved config holds absolute paths alone. A run file may build on
+another one of its directory: `base: quickstart.yaml` takes all settings from there, and its own are laid over them.
 """
 
 from __future__ import annotations
 
-import difflib
 import glob
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
-from diloco_ds.config import Block, RunConfig
+from diloco_ds.config import RunConfig, merged
+from diloco_ds.config_errors import COMMAND_LINE, KeyPath, dotted, explain, shown
 from diloco_ds.errors import UserError
 from diloco_ds.rundir import write_atomically
-
-KeyPath = tuple[str | int, ...]
-
-COMMAND_LINE = "command line"
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,7 +41,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise UserError(_explain(error, path, lines, overridden)) from None
+        raise UserError(explain(error, path, lines, overridden)) from None
     return _with_absolute_paths(config, path.resolve().parent)
 
 
@@ -54,8 +50,24 @@ def save_config(config: RunConfig, path: Path) -> None:
     write_atomically(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120))
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """The file's content, and the line of every key in it."""
+def _read(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """The file's content over that of its base, and the place, FILE:LINE, of every key in it. `above`: files built on it."""
+    tree, lines = _read_alone(path)
+    name = tree.pop("base", None)
+    if name is None:
+        return tree, lines
+    base = path.with_name(str(name))
+    if not isinstance(name, str) or base.parent != path.parent or not base.is_file():
+        raise UserError(
+            f"{lines['base',]}: base: must be the name of a run file in the same directory, not {shown(name)}"
+        )
+    if base in (path, *above):
+        raise UserError(f"{lines['base',]}: base: {name} is built on this file itself")
+    base_tree, base_lines = _read(base, (path, *above))
+    return merged(base_tree, tree), {**base_lines, **lines}
+
+
+def _read_alone(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     try:
         loader = _Loader(path.read_text())
         root = loader.get_single_node()
@@ -74,11 +86,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     return tree, lines
 
 
-def _lines(node: yaml.Node, at: KeyPath, path: Path) -> Iterator[tuple[KeyPath, int]]:
-    """Key path and line (from 1) of everything below `node`. UserError for a key that stands twice in one mapping."""
+def _lines(node: yaml.Node, at: KeyPath, path: Path) -> Iterator[tuple[KeyPath, str]]:
+    """Key path and place of everything below `node`. UserError for a key that stands twice in one mapping."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            yield (*at, index), item.start_mark.line + 1
+            yield (*at, index), f"{path}:{item.start_mark.line + 1}"
             yield from _lines(item, (*at, index), path)
     if not isinstance(node, yaml.MappingNode):
         return
@@ -87,10 +99,10 @@ def _lines(node: yaml.Node, at: KeyPath, path: Path) -> Iterator[tuple[KeyPath, 
         name, line = str(key.value), key.start_mark.line + 1
         if name in seen and name != "<<":
             raise UserError(
-                f"{path}:{line}: {_dotted((*at, name))}: stands twice, in line {seen[name]} already; remove one"
+                f"{path}:{line}: {dotted((*at, name))}: stands twice, in line {seen[name]} already; remove one"
             )
         seen[name] = line
-        yield (*at, name), line
+        yield (*at, name), f"{path}:{line}"
         yield from _lines(value, (*at, name), path)
 
 
@@ -104,15 +116,15 @@ def _explain_syntax(error: yaml.YAMLError, path: Path) -> str:
 
 def _override(tree: dict[str, Any], override: str) -> KeyPath:
     """Set in `tree` what `key.path=value` says; the path that was set. Mappings that are not there yet are made."""
-    dotted, equals, text = override.partition("=")
-    keys = dotted.strip().split(".")
+    key_path, equals, text = override.partition("=")
+    keys = key_path.strip().split(".")
     if not equals or not all(keys):
         raise UserError(f"{COMMAND_LINE}: '{override}' is not key=value, for example budget.tokens=1000000")
     try:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or error
-        raise UserError(f"{COMMAND_LINE}: {dotted}: '{text}' is not a YAML value: {problem}") from None
+        raise UserError(f"{COMMAND_LINE}: {key_path}: '{text}' is not a YAML value: {problem}") from None
     at: KeyPath = ()
     here: Any = tree
     for key in keys[:-1]:
@@ -130,7 +142,7 @@ def _step(here: Any, key: str, at: KeyPath) -> str | int:
     """`key` as the key of a mapping, the index into a list, or the name of an item of a list."""
     if isinstance(here, dict):
         return key
-    where = f"{COMMAND_LINE}: {_dotted(at)}"
+    where = f"{COMMAND_LINE}: {dotted(at)}"
     if not isinstance(here, list):
         raise UserError(f"{where}: is the value {here!r} and has no '{key}' in it")
     if key.isdecimal():
@@ -144,114 +156,6 @@ def _step(here: Any, key: str, at: KeyPath) -> str | int:
     raise UserError(
         f"{where}: has no item '{key}'; " + (f"there are {known}" if known else f"use 0 to {len(here) - 1}")
     )
-
-
-def _explain(
-    error: ValidationError, path: Path, lines: dict[KeyPath, int], overridden: Sequence[KeyPath]
-) -> str:
-    """The most telling of the errors, in one line. An unknown key comes first: it is often why another one is missing."""
-    found = error.errors(include_url=False)
-    first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
-    key = tuple(first["loc"])
-    if any(key[: len(set_path)] == set_path for set_path in overridden):
-        where = COMMAND_LINE
-    else:
-        known = next((key[:end] for end in range(len(key), 0, -1) if key[:end] in lines), None)
-        where = f"{path}:{lines[known]}" if known else str(path)
-    return ": ".join(part for part in (where, _dotted(_own_keys(key)), _what(first)) if part)
-
-
-def _own_keys(key: KeyPath) -> KeyPath:
-    """`key` without what pydantic adds for the branches of a union, such as 'list[str]'."""
-    block: type[Block] | None = RunConfig
-    for end, part in enumerate(key):
-        if isinstance(part, int):
-            continue
-        if block is None:
-            return key[:end] if end and isinstance(key[end - 1], str) else key
-        block = _block_in(block.model_fields[part].annotation) if part in block.model_fields else None
-    return key
-
-
-_WANTED = {
-    "int": "must be a whole number",
-    "float": "must be a number",
-    "string_type": "must be text; put it in quotes",
-    "bool": "must be true or false",
-    "list_type": "must be a list",
-    "dict_type": "must be a block of keys",
-    "model_type": "must be a block of keys",
-}
-
-
-def _what(error: ErrorDetails) -> str:
-    """What is wrong, and what would be right."""
-    kind, key, given = error["type"], tuple(error["loc"]), error["input"]
-    if kind == "extra_forbidden":
-        return f"unknown key; {_instead(key)}"
-    if kind == "missing":
-        block = _block_at(key[:-1])
-        description = block.model_fields[str(key[-1])].description if block else None
-        return "is missing" + (f": {description}" if description else "")
-    if kind == "value_error":
-        return str(error["ctx"]["error"])
-    wanted = next((text for prefix, text in _WANTED.items() if kind.startswith(prefix)), None)
-    if wanted is None:
-        message = re.sub(r"^(Input|String|List) should ", "must ", error["msg"])
-        wanted = message.replace("must match pattern '^[a-z0-9][a-z0-9_-]{0,31}$'", _NAME_RULE)
-    return f"{wanted}, not {_shown(given)}"
-
-
-_NAME_RULE = "must be 1 to 32 small letters, digits, - and _, the first a letter or digit"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _instead(key: KeyPath) -> str:
-    """What may have been meant by the unknown last part of `key`."""
-    unknown, block = str(key[-1]), _block_at(key[:-1])
-    here = list(block.model_fields) if block else []
-    if near := difflib.get_close_matches(unknown, here, n=1):
-        return f"did you mean '{near[0]}'?"
-    everywhere = list(_all_keys(RunConfig, ""))
-    near = difflib.get_close_matches(unknown, [each.rpartition(".")[2] for each in everywhere], n=1)
-    if near:
-        return f"did you mean {' or '.join(each for each in everywhere if each.endswith('.' + near[0]))}?"
-    return f"the keys here are {', '.join(here)}"
-
-
-def _all_keys(block: type[Block], prefix: str) -> Iterator[str]:
-    for name, field in block.model_fields.items():
-        yield prefix + name
-        inner = _block_in(field.annotation)
-        if inner is not None:
-            yield from _all_keys(inner, f"{prefix}{name}.")
-
-
-def _block_at(key: KeyPath) -> type[Block] | None:
-    """The class of the block at `key`; None where there is none."""
-    block: type[Block] | None = RunConfig
-    for part in key:
-        if block is None:
-            return None
-        if isinstance(part, str):
-            field = block.model_fields.get(part)
-            block = _block_in(field.annotation) if field else None
-    return block
-
-
-def _block_in(annotation: Any) -> type[Block] | None:
-    """The block class an annotation names, alone or inside list[...] or a union."""
-    if isinstance(annotation, type) and issubclass(annotation, Block):
-        return annotation
-    return next((block for part in get_args(annotation) if (block := _block_in(part))), None)
-
-
-def _dotted(key: KeyPath) -> str:
-    return ".".join(str(part) for part in key)
 
 
 def _with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
