@@ -43,13 +43,16 @@ class Documents:
     @cached_property
     def dataset(self) -> datasets.Dataset:
         """All rows, read when first asked for. UserError if they cannot be read or a column is wrong."""
+        empty = UserError(f"data.sources: {self.where} is empty")
+        if self.files and not any(path.stat().st_size for path in self.files):
+            raise empty
         with quiet_datasets(), _as_user_error(self.where):
             dataset = self.load()
         columns = _columns(self.source)
         for column in columns:
             _check_column(dataset, column, self.where)
         if dataset.num_rows == 0:
-            raise UserError(f"data.sources: {self.where} is empty")
+            raise empty
         return dataset.select_columns(columns)
 
     @cached_property
