@@ -92,13 +92,20 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class Drain:
+    """The run drains already: the syncer before this one had begun to when it died."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Somebody asked the run to stop now; learners write a checkpoint, nothing further is merged."""
 
     reason: str
 
 
-Event = Report | Answer | Merged | Tick | Joined | Left | Leave | Stop
+Event = Report | Answer | Merged | Tick | Joined | Left | Leave | Drain | Stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from diloco_ds.core.admission import refusal
 from diloco_ds.core.events import (
     Action,
     Answer,
+    Drain,
     Drop,
     Event,
     Joined,
@@ -79,6 +80,10 @@ class Syncer:
                 self._leave(event.island)
             case Left():
                 self._give_up(event, actions)
+            case Drain():
+                if self._phase == "run":
+                    self._estimate_global_tokens()
+                    self._start_drain(now, actions)
             case Stop():
                 self._rounds.clear()
                 self._set_phase("stop", event.reason, actions)
@@ -134,6 +139,11 @@ class Syncer:
     def merged_tokens(self) -> int:
         """Tokens merged into the global model: mean over the fragments."""
         return sum(f.merged_tokens for f in self._fragments) // len(self._fragments)
+
+    @property
+    def global_step(self) -> int:
+        """t of the newest opened round."""
+        return self._global_step
 
     @property
     def phase(self) -> RunPhase:
