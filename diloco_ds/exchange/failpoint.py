@@ -1,7 +1,8 @@
 """Failpoints: named places at which a test lets this process die by SIGKILL.
 
-``DILOCO_DS_FAILPOINT=store.after_payload:3`` kills the process the third time it comes by the place ``store.after_payload``.
-The variable is read here and nowhere else, once, when the module is imported; without it a failpoint costs one comparison.
+``DILOCO_DS_FAILPOINT=store.after_payload:3`` kills the process the third time it comes by the place
+``store.after_payload``. The variable is read here and nowhere else, once, when the module is imported;
+without it a failpoint costs one comparison.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ pinned, until it is merged, kept or dropped.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -24,14 +23,6 @@ class Refusal(Exception):
         self.kind = kind
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """A learner's update: the header and a view of its payload, fp32[numel], in the mailbox."""
-
-    header: UpdateHeader
-    payload: torch.Tensor
-
-
 class Intake:
     """The mailbox of island `name` at the syncer's end."""
 
@@ -42,6 +33,7 @@ class Intake:
         self._run_id, self._layout_digest = run_id, layout_digest
         self._report_sequence = 0
         self._seen = [-1] * len(mailbox.outbox.numels)  # newest version of the outbox that was looked at
+        self._headers: dict[int, tuple[int, UpdateHeader]] = {}  # per fragment: version in the outbox, header
         mailbox.outbox.clear_pins()
 
     def new_report(self) -> ReportRecord | None:
@@ -60,26 +52,36 @@ class Intake:
         outbox = self.mailbox.outbox
         return (fragment for fragment, seen in enumerate(self._seen) if outbox.version(fragment) > seen)
 
-    def take_update(self, fragment: int) -> Update | None:
-        """The newest update of `fragment`, pinned; Refusal if it is unsound.
+    def header(self, fragment: int) -> UpdateHeader | None:
+        """The header of the newest update of `fragment`, whose payload was not taken yet; Refusal if it is unsound.
 
         None if it cannot be judged yet: it is being replaced, or comes from an incarnation that has not reported.
         """
+        version = self.mailbox.outbox.version(fragment)
+        known = self._headers.get(fragment)
+        if known is None or known[0] != version:
+            try:
+                header = self._read_header(fragment, version)
+            except Refusal:
+                self._seen[fragment] = version
+                raise
+            if header is None:
+                return None
+            self._headers[fragment] = (version, header)
+        return self._of_this_incarnation(fragment)
+
+    def take(self, fragment: int) -> torch.Tensor | None:
+        """The payload that belongs to `header`, fp32[numel], pinned; None if a newer update is replacing it."""
+        version, _ = self._headers.pop(fragment)
         outbox = self.mailbox.outbox
-        version = outbox.version(fragment)
         if not outbox.pin(fragment, version):
             return None
-        try:
-            update = self._checked_update(fragment, version)
-        except Refusal:
-            self._seen[fragment] = version
-            outbox.unpin(fragment)
-            raise
-        if update is None:
-            outbox.unpin(fragment)
-        else:
-            self._seen[fragment] = version
-        return update
+        self._seen[fragment] = version
+        return outbox.payload(fragment, version)
+
+    def skip(self, fragment: int) -> None:
+        """Let the update that `header` told of go by."""
+        self._seen[fragment] = self._headers.pop(fragment)[0]
 
     def release(self, fragment: int) -> None:
         """The update of `fragment` is not needed any more: let the island's link write over it."""
@@ -100,17 +102,23 @@ class Intake:
             raise Refusal("old_incarnation", f"report of incarnation {report.incarnation}")
         return record
 
-    def _checked_update(self, fragment: int, version: int) -> Update | None:
-        outbox = self.mailbox.outbox
-        payload, meta = outbox.payload(fragment, version), outbox.meta(fragment, version)
-        if payload is None or meta is None:
-            return None
-        header = self._checked_header(fragment, meta, payload.numel())
+    def _of_this_incarnation(self, fragment: int) -> UpdateHeader | None:
+        version, header = self._headers[fragment]
         if self.report is None or header.incarnation > self.report.report.incarnation:
             return None
         if header.incarnation < self.report.report.incarnation:
+            del self._headers[fragment]
+            self._seen[fragment] = version
             raise Refusal("old_incarnation", f"update {header.update_id} of incarnation {header.incarnation}")
-        return Update(header, payload)
+        return header
+
+    def _read_header(self, fragment: int, version: int) -> UpdateHeader | None:
+        outbox = self.mailbox.outbox
+        try:
+            meta = outbox.meta(fragment, version)
+        except RuntimeError as error:
+            raise Refusal("malformed", f"update of fragment {fragment}: {error}") from error
+        return None if meta is None else self._checked_header(fragment, meta, outbox.numels[fragment])
 
     def _checked_header(self, fragment: int, meta: bytes, numel: int) -> UpdateHeader:
         try:

@@ -1,4 +1,6 @@
-"""Carrying out a Merge: merged outer gradient, outer step, next mark. Live syncer and replay both use this very code."""
+"""Carrying out a Merge: merged outer gradient, outer step, next mark. Live syncer and replay both use this
+very code.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ class Merger:
     def outer_gradient(self, action: Merge, payloads: Sequence[Payload], theta: torch.Tensor) -> torch.Tensor:
         """The merged outer gradient of `action`, fp32[numel], valid until the next call.
 
-        `payloads` are those of `action.parts`, in their order; `theta` is the fragment before the merge. An answer that counts in its
-        round was made on that very version, so that `theta` is its base too.
+        `payloads` are those of `action.parts`, in their order; `theta` is the fragment before the merge. An
+        answer that counts in its round was made on that very version, so that `theta` is its base too.
         """
         delta = self._scratch[: theta.numel()]
         parts = [
@@ -65,9 +67,9 @@ class Merger:
         mark: Mark,
         new: tuple[torch.Tensor, Mapping[str, torch.Tensor]],
     ) -> tuple[Mark, OuterStep]:
-        """Step `old` (weights, buffers by name; `mark` belongs to it) along `delta` into `new`; returns the mark of the new version.
+        """Step `old` (weights, buffers by name; `mark` belongs to it) along `delta` into `new`.
 
-        `delta` may be overwritten.
+        Returns the mark of the new version. `delta` may be overwritten.
         """
         norm = float(torch.linalg.vector_norm(delta))
         scale = self._lr_scale(action.lr_tokens)

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from diloco_ds.config import RunConfig
 from diloco_ds.exchange.store import Store
 from diloco_ds.exchange.syncer_checkpoint import Facts, remove_unfinished, save, save_checkpoint
+from diloco_ds.exchange.tape_file import TapeFile
 from diloco_ds.rundir import RunDir
 
 Tell = Callable[..., None]
@@ -26,14 +27,21 @@ class Saver:
     """
 
     def __init__(
-        self, run: RunDir, config: RunConfig, store: Store, facts: Callable[[], Facts], tell: Tell
+        self,
+        run: RunDir,
+        config: RunConfig,
+        store: Store,
+        tape: TapeFile,
+        facts: Callable[[], Facts],
+        tell: Tell,
     ) -> None:
-        self._run, self._config, self._store = run, config, store
+        self._run, self._config, self._store, self._tape = run, config, store, tape
         self._facts, self._tell = facts, tell
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
-        self._running: tuple[str, Future[str]] | None = None
+        self._running: tuple[str, Facts, Future[str]] | None = None
         self._snapshots_taken = self._snapshots_due(facts().tokens)
         self._next_checkpoint = time.monotonic() + config.syncer.checkpoint_every_s
+        self._saved_merges = -1
         self._failing = False
         for directory in (run.syncer_checkpoints, run.snapshots):
             remove_unfinished(directory)
@@ -41,7 +49,7 @@ class Saver:
     def poll(self, now: float) -> None:
         """Look after the job in the background and start the next one that is due."""
         if self._running is not None:
-            if not self._running[1].done():
+            if not self._running[2].done():
                 return
             self._collect()
         due = self._snapshots_due(self._facts().tokens)
@@ -52,12 +60,21 @@ class Saver:
             self._next_checkpoint = now + self._config.syncer.checkpoint_every_s
             self._start("checkpoint")
 
+    def checkpoint_soon(self) -> None:
+        """A checkpoint is due now."""
+        self._next_checkpoint = 0.0
+
+    def idle(self) -> bool:
+        """Whether nothing is being written or due by `checkpoint_soon`."""
+        return self._running is None and self._next_checkpoint > 0.0
+
     def finish(self) -> bool:
-        """Wait for the job in the background, then write a last checkpoint; False if the disk did not take it."""
-        if self._running is not None:
+        """Wait for the job in the background, then save what is not in a checkpoint yet; False if that failed."""
+        self._collect()
+        if self._saved_merges != self._facts().merges:
+            self._start("checkpoint")
             self._collect()
-        self._start("checkpoint")
-        return self._collect()
+        return self._saved_merges == self._facts().merges
 
     def close(self) -> None:
         """End the thread, after the job it is at."""
@@ -69,13 +86,14 @@ class Saver:
 
     def _start(self, kind: str) -> None:
         work = self._checkpoint if kind == "checkpoint" else self._snapshot
-        self._running = (kind, self._thread.submit(work, self._facts()))
+        facts = self._facts()
+        self._running = (kind, facts, self._thread.submit(work, facts))
 
-    def _collect(self) -> bool:
-        """Wait for the running job and tell how it went."""
+    def _collect(self) -> None:
+        """Wait for the running job, if there is one, and tell how it went."""
         if self._running is None:
-            return True
-        kind, job = self._running
+            return
+        kind, facts, job = self._running
         self._running = None
         try:
             reason = job.result()
@@ -83,15 +101,16 @@ class Saver:
             if not self._failing:
                 self._tell("warning", f"{kind} not written ({error}); training goes on, tried again later")
             self._failing = True
-            return False
+            return
         self._failing = False
+        if kind == "checkpoint":
+            self._saved_merges = facts.merges
         self._tell(kind, reason)
-        return True
 
     def _checkpoint(self, facts: Facts) -> str:
-        path = save_checkpoint(
-            self._run.syncer_checkpoints, self._store, facts, self._config.syncer.keep_checkpoints
-        )
+        self._tape.sync()
+        keep = self._config.syncer.keep_checkpoints
+        path = save_checkpoint(self._run.syncer_checkpoints, self._store, facts, keep)
         return f"{path.relative_to(self._run.root)}: {facts.tokens} tokens, global step {facts.global_step}"
 
     def _snapshot(self, facts: Facts) -> str:

@@ -27,6 +27,7 @@ from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.space import private_folder, require_space
 from diloco_ds.exchange.wire import ThetaHeader
+from diloco_ds.rundir import write_atomically
 
 _MARK_CAPACITY = 16 * 1024
 """Bytes for the header of a fragment: room for the marks of some hundred islands."""
@@ -56,8 +57,10 @@ class Mark:
 class Store:
     """The fragments of `layout` with the outer optimizer's `buffers` (their names), in a FragmentBox."""
 
-    def __init__(self, box: FragmentBox, layout: FragmentLayout, buffers: Sequence[str], run_id: str) -> None:
-        self.layout, self.buffers, self.run_id = layout, tuple(buffers), run_id
+    def __init__(
+        self, folder: Path, box: FragmentBox, layout: FragmentLayout, buffers: Sequence[str], run_id: str
+    ) -> None:
+        self.folder, self.layout, self.buffers, self.run_id = folder, layout, tuple(buffers), run_id
         self._box = box
         if box.numels != payload_numels(layout, buffers):
             raise UserError(
@@ -67,7 +70,7 @@ class Store:
     @classmethod
     def open(cls, folder: Path, layout: FragmentLayout, buffers: Sequence[str], run_id: str) -> Store:
         """The store in `folder`, as its last writer left it; FileNotFoundError if there is none."""
-        store = cls(FragmentBox.open(folder / "theta"), layout, buffers, run_id)
+        store = cls(folder, FragmentBox.open(folder / "theta"), layout, buffers, run_id)
         for fragment in range(layout.fragments):
             store.mark(fragment)
         return store
@@ -89,9 +92,8 @@ class Store:
         require_space(folder.parent, cls.file_size(layout, buffers))
         partial.mkdir(mode=0o700)
         try:
-            store = cls(
-                FragmentBox.create(partial / "theta", numels, _MARK_CAPACITY), layout, buffers, run_id
-            )
+            box = FragmentBox.create(partial / "theta", numels, _MARK_CAPACITY)
+            store = cls(folder, box, layout, buffers, run_id)
             fill(store)
             failpoint("store.filled")
             os.rename(partial, folder)
@@ -164,6 +166,15 @@ class Store:
             out.copy_(payload)
             if self._box.holds(fragment, version):
                 return Mark.from_json(json.loads(ThetaHeader.unpack(meta).extra))
+
+    def remember_drain(self, reason: str) -> None:
+        """The run drains from now on: a syncer that follows this one must know."""
+        write_atomically(self.folder / "drain", reason)
+
+    def drain_reason(self) -> str | None:
+        """Why a syncer before this one had begun to drain the run; None if none had."""
+        path = self.folder / "drain"
+        return path.read_text() if path.exists() else None
 
     def _newest(self, fragment: int) -> torch.Tensor:
         payload = self._box.payload(fragment, self._box.version(fragment))

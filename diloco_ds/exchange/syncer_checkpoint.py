@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ from diloco_ds.exchange.store import Mark, Store, flatten
 from diloco_ds.exchange.tensor_file import TensorFileWriter, file_sha256
 
 FORMAT = 1
+
+VERSION_GAP = 1_000_000
+"""Versions left out after a checkpoint: more than one fragment can be merged until the next one."""
 
 
 class BadCheckpoint(Exception):
@@ -47,6 +50,7 @@ class Facts:
     generation: int
     global_step: int  # newest opened round
     tokens: int  # merged tokens
+    merges: int  # since the run began
     time: float  # epoch seconds
 
 
@@ -98,16 +102,20 @@ def remove_unfinished(directory: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def restore_checkpoint(path: Path, store: Store, run_id: str) -> None:
-    """Fill the empty `store` from the checkpoint at `path`. BadCheckpoint if it is damaged or of another run or layout."""
-    state = _verified_state(path, store, run_id)
+def restore_checkpoint(path: Path, store: Store) -> None:
+    """Fill the empty `store` from the checkpoint at `path`.
+
+    Versions go on above every number that may have been used since: what islands hold from then is older.
+    BadCheckpoint if it is damaged or of another run, layout or outer optimizer.
+    """
+    state = _verified_state(path, store)
     with _tensors(path / "theta.safetensors") as theta, _tensors(path / "outer.safetensors") as outer:
         for fragment, mark in enumerate(state["fragments"]):
             weights, buffers = store.begin(fragment)
             flatten(store.layout, fragment, theta.get_tensor, weights)
             for name, buffer in buffers.items():
                 buffer.copy_(outer.get_tensor(f"{fragment}.{name}"))
-            store.commit(fragment, Mark.from_json(mark), state["generation"])
+            store.commit(fragment, _after_gap(Mark.from_json(mark)), state["generation"])
 
 
 def _write_tensors(partial: Path, store: Store, with_outer: bool) -> dict[str, Any]:
@@ -130,6 +138,10 @@ def _write_tensors(partial: Path, store: Store, with_outer: bool) -> dict[str, A
     return {"fragments": marks, "files": files_written}
 
 
+def _after_gap(mark: Mark) -> Mark:
+    return replace(mark, version=mark.version + VERSION_GAP)
+
+
 def _open_writer(
     files: contextlib.ExitStack, path: Path, tensors: list[tuple[str, tuple[int, ...]]]
 ) -> TensorFileWriter:
@@ -149,12 +161,16 @@ def _outer_shapes(store: Store) -> list[tuple[str, tuple[int, ...]]]:
     ]
 
 
-def _verified_state(path: Path, store: Store, run_id: str) -> dict[str, Any]:
+def _verified_state(path: Path, store: Store) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((path / "state.json").read_text())
         wrong = [
             f"{key} is {state[key]}, not {right}"
-            for key, right in {"format": FORMAT, "run_id": run_id, "layout": store.layout.digest}.items()
+            for key, right in {
+                "format": FORMAT,
+                "run_id": store.run_id,
+                "layout": store.layout.digest,
+            }.items()
             if state[key] != right
         ]
         wrong += [

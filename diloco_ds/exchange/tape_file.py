@@ -1,7 +1,8 @@
 """The tape on disk: append-only, written as the syncer acts, brought to disk with every checkpoint.
 
-A disk that is full must not stop the syncer, and a tape with a hole could not be replayed: what does not go out is held back, in order,
-and written before anything newer as soon as the disk takes it. Beyond `MOST_HELD_BACK` bytes the tape ends for this generation.
+A disk that is full must not stop the syncer, and a tape with a hole could not be replayed: what does not go
+out is held back, in order, and written before anything newer as soon as the disk takes it. Beyond
+`MOST_HELD_BACK` bytes the tape ends for this generation.
 """
 
 from __future__ import annotations
@@ -63,14 +64,18 @@ class TapeFile:
         except OSError as error:
             written = 0
             if not self._held_back:
-                log.warning("%s cannot be written (%s); events are held back until it can", self.path, error.strerror)
+                log.warning(
+                    "%s cannot be written (%s); events are held back until it can", self.path, error.strerror
+                )
         self._end += written
         self._held_back = data[written:]
         if len(self._held_back) > MOST_HELD_BACK:
             self._give_up()
 
     def _give_up(self) -> None:
-        log.error("%s ends here for this generation: %d bytes could not be written", self.path, len(self._held_back))
+        log.error(
+            "%s ends here for this generation: %d bytes could not be written", self.path, len(self._held_back)
+        )
         self._ended, self._held_back = True, b""
         with contextlib.suppress(OSError):  # a torn last line is cut off by the next generation in any case
             os.ftruncate(self._fd, _sound_length(self._fd))

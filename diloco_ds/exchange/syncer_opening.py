@@ -1,0 +1,121 @@
+"""Where a syncer starts from: the store in shared memory, else the newest sound checkpoint, else the initial
+weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import SafetensorError, safe_open
+
+from diloco_ds.config import RunConfig
+from diloco_ds.core.fragments import FragmentLayout
+from diloco_ds.core.syncer import Syncer
+from diloco_ds.errors import UserError
+from diloco_ds.exchange.intake import Intake
+from diloco_ds.exchange.mailbox import Mailbox
+from diloco_ds.exchange.store import Mark, Store, flatten
+from diloco_ds.exchange.syncer_checkpoint import BadCheckpoint, checkpoints, restore_checkpoint
+from diloco_ds.exchange.tensor_file import file_sha256
+from diloco_ds.rundir import RunDir, SharedMemory
+
+log = logging.getLogger(__name__)
+
+
+def read_config(run: RunDir) -> RunConfig:
+    """The resolved configuration of `run`. UserError if it is no run directory."""
+    if not run.config.is_file():
+        raise UserError(f"{run.root} is no run directory: it holds no config.yaml")
+    return RunConfig.model_validate(yaml.safe_load(run.config.read_text()))
+
+
+def read_layout(run: RunDir, manifest: dict[str, Any]) -> FragmentLayout:
+    """The fragment layout of `run`. UserError if it is not the one its manifest names."""
+    layout = FragmentLayout.from_json(run.layout.read_text())
+    if layout.digest != manifest["model"]["layout_digest"]:
+        raise UserError(f"{run.layout} is not the layout that the manifest names: it was changed")
+    return layout
+
+
+def open_store(
+    run: RunDir, manifest: dict[str, Any], layout: FragmentLayout, buffers: Sequence[str]
+) -> tuple[Store, str]:
+    """The run's store, and in words where it comes from. UserError if there is nothing sound to start from."""
+    run_id = manifest["run_id"]
+    folder = SharedMemory(run_id).store
+    if folder.exists():
+        return Store.open(folder, layout, buffers, run_id), "the store in shared memory"
+    found = checkpoints(run.syncer_checkpoints)
+    for path in reversed(found):
+        try:
+            store = Store.create(folder, layout, buffers, run_id, partial(restore_checkpoint, path))
+        except BadCheckpoint as error:
+            log.warning("checkpoint not used: %s", error)
+            continue
+        return store, str(path.relative_to(run.root))
+    if found:
+        raise UserError(
+            f"{run.syncer_checkpoints}: none of the {len(found)} checkpoints is sound; the log says why"
+        )
+    weights = run.initial_weights
+    if not weights.is_file() or file_sha256(weights) != manifest["model"]["initial_weights_sha256"]:
+        raise UserError(
+            f"{weights} is not the file whose hash is in the manifest: the initial weights were changed"
+        )
+    store = Store.create(folder, layout, buffers, run_id, partial(fill_with_initial, weights))
+    return store, "the initial weights"
+
+
+def fill_with_initial(weights: Path, store: Store) -> None:
+    """Version 0 of every fragment from a safetensors file; the outer optimizer's buffers are zero."""
+    try:
+        with safe_open(weights, framework="pt") as file:
+            for fragment in range(store.layout.fragments):
+                theta, buffers = store.begin(fragment)
+                flatten(store.layout, fragment, file.get_tensor, theta)
+                for buffer in buffers.values():
+                    buffer.zero_()
+                store.commit(fragment, Mark(version=0, round=0, merges=0, tokens=0), generation=0)
+    except (SafetensorError, ValueError) as error:
+        raise UserError(f"{weights}: {error}") from error
+
+
+def open_intakes(config: RunConfig, run_id: str, layout: FragmentLayout) -> dict[str, Intake]:
+    """The syncer's end of every island's exchange, made where it is not there yet."""
+    shared = SharedMemory(run_id)
+    intakes = {}
+    for island in config.islands:
+        folder = shared.syncer_end(island.name)
+        there = folder.exists()
+        mailbox = Mailbox.open(folder) if there else Mailbox.create(folder, layout.numels, inbox=False)
+        intakes[island.name] = Intake(island.name, mailbox, run_id, layout.digest)
+    return intakes
+
+
+def restored_core(config: RunConfig, layout: FragmentLayout, marks: Sequence[Mark]) -> Syncer:
+    """The state machine of a run, going on from `marks`: what a generation starts from, live and in a replay."""
+    core = Syncer(layout, config.exchange, budget=config.budget.tokens, lease=config.syncer.lease_s)
+    for fragment, mark in enumerate(marks):
+        core.restore(
+            fragment,
+            version=mark.version,
+            round=mark.round,
+            merged_tokens=mark.tokens,
+            merged_base=mark.merged,
+        )
+    return core
+
+
+def tape_state(marks: Sequence[Mark]) -> dict[str, Any]:
+    """What the tape's header says of the state a generation starts from; `marks_of` reads it."""
+    return {"marks": [mark.to_json() for mark in marks]}
+
+
+def marks_of(state: Any) -> list[Mark]:
+    """The marks in a tape header's state."""
+    return [Mark.from_json(dict(mark)) for mark in state["marks"]]
