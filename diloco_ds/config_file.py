@@ -56,7 +56,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dic
     name = tree.pop("base", None)
     if name is None:
         return tree, lines
-    base = path.with_name(str(name))
+    base = path.parent / str(name)
     if not isinstance(name, str) or base.parent != path.parent or not base.is_file():
         raise UserError(
             f"{lines['base',]}: base: must be the name of a run file in the same directory, not {shown(name)}"
@@ -120,11 +120,7 @@ def _override(tree: dict[str, Any], override: str) -> KeyPath:
     keys = key_path.strip().split(".")
     if not equals or not all(keys):
         raise UserError(f"{COMMAND_LINE}: '{override}' is not key=value, for example budget.tokens=1000000")
-    try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or error
-        raise UserError(f"{COMMAND_LINE}: {key_path}: '{text}' is not a YAML value: {problem}") from None
+    value = _value(key_path, text)
     at: KeyPath = ()
     here: Any = tree
     for key in keys[:-1]:
@@ -136,6 +132,17 @@ def _override(tree: dict[str, Any], override: str) -> KeyPath:
     last = _step(here, keys[-1], at)
     here[last] = value
     return (*at, last)
+
+
+def _value(key_path: str, text: str) -> Any:
+    """`text` as a YAML value; what begins like an alias, tag or directive of YAML (*.txt) is plain text."""
+    if text[:1] in tuple("*&!%@`"):
+        return text
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or error
+        raise UserError(f"{COMMAND_LINE}: {key_path}: '{text}' is not a YAML value: {problem}") from None
 
 
 def _step(here: Any, key: str, at: KeyPath) -> str | int:

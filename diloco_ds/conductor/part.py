@@ -193,5 +193,5 @@ class Part:
 
     def _last_error(self) -> str:
         lines = self._run.log(self.role).read_text(errors="replace").splitlines()
-        errors = [line.partition("error: ")[2] for line in lines if "error: " in line]
-        return errors[-1] if errors else f"it cannot run as configured; see {self._run.log(self.role)}"
+        said = [line.removeprefix("error: ") for line in lines if line.strip()]
+        return f"{said[-1] if said else 'it cannot run as configured'}; see {self._run.log(self.role)}"
