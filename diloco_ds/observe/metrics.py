@@ -18,6 +18,8 @@ from typing import Any, Literal
 Kind = Literal["step", "merge", "eval", "event"]
 Record = dict[str, Any]
 
+TORN_AFTER_LOOKS = 20
+"""Looks, a millisecond apart, after which a line without an end is taken for abandoned."""
 LOOK_BACK = 2**28
 """Bytes from the end in which `last_record` looks: a look must stay cheap however long the run."""
 
@@ -84,10 +86,14 @@ class MetricsFile:
     def _ends_torn(self) -> bool:
         """True if the file's last line has no end: its writer was killed in the write, or the disk was full.
 
-        Seen while another process is writing, the answer may be wrong; then an empty line comes of it, no more.
+        A write that another process is just making looks the same, but not for long.
         """
-        size = os.fstat(self._fd).st_size
-        return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+        for _ in range(TORN_AFTER_LOOKS):
+            size = os.fstat(self._fd).st_size
+            if size == 0 or os.pread(self._fd, 1, size - 1) == b"\n":
+                return False
+            time.sleep(0.001)
+        return True
 
     def _count_as_lost(self, why: str) -> None:
         if self.lost == 0:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from diloco_ds.observe.metrics import MetricsFile, MetricsFollower, last_record, read_metrics
 
-WRITERS, RECORDS = 4, 300
+WRITERS, RECORDS = 4, 1000
 
 
 def _write_many(path: Path, writer: int, start: Barrier) -> None:
