@@ -18,7 +18,7 @@ class Hello(Message):
     run_id: str
     layout_digest: str
     numels: tuple[int, ...]
-    record_checksum: int  # crc32 of the newest value of the record, -1 = none
+    record_digest: int  # of the newest value of the record, 0 = none
     versions: tuple[int, ...]  # per fragment, -1 = none
 
 

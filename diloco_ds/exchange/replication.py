@@ -7,7 +7,7 @@ again goes on where the last one was killed. Nothing here blocks, and no order o
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -71,7 +71,7 @@ class Link:
             run_id=self._identity.run_id,
             layout_digest=self._identity.layout_digest,
             numels=self._identity.numels,
-            record_checksum=_newest_checksum(self._record_in),
+            record_digest=_newest_digest(self._record_in),
             versions=self._receiver.versions(),
         )
 
@@ -103,7 +103,7 @@ class Link:
             raise WireError(f"the other end belongs to run {theirs.run_id}, this one to {ours.run_id}")
         if theirs.layout_digest != ours.layout_digest or theirs.numels != ours.numels:
             raise WireError(f"the other end has layout {theirs.layout_digest}, this one {ours.layout_digest}")
-        self._records.start(hello.record_checksum)
+        self._records.start(hello.record_digest)
         self._sender.start(hello.versions)
         self.connected = True
 
@@ -118,10 +118,10 @@ class _RecordSender:
         self._sent = 0
         self._under_way = False
 
-    def start(self, peer_checksum: int) -> None:
-        """The receiver holds a value with this checksum: no need to send the same again."""
+    def start(self, peer_digest: int) -> None:
+        """The receiver holds a value with this digest: no need to send the same again."""
         newest = self._source.read()
-        if newest is not None and zlib.crc32(newest[1]) == peer_checksum:
+        if newest is not None and _digest(newest[1]) == peer_digest:
             self._sent = newest[0]
 
     def taken(self) -> None:
@@ -142,6 +142,11 @@ class _RecordSender:
         return True
 
 
-def _newest_checksum(record: Record) -> int:
+def _newest_digest(record: Record) -> int:
     newest = record.read()
-    return -1 if newest is None else zlib.crc32(newest[1])
+    return 0 if newest is None else _digest(newest[1])
+
+
+def _digest(payload: bytes) -> int:
+    """64 bits that tell two values apart; a crc32 would not, as the values end with their own."""
+    return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little", signed=True)

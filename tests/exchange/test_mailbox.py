@@ -1,0 +1,124 @@
+"""Mailbox: a private folder of registers, made whole, and refused when shared memory cannot hold it."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from diloco_ds.errors import UserError
+from diloco_ds.exchange import mailbox as mailbox_module
+from diloco_ds.exchange import space
+from diloco_ds.exchange.mailbox import Mailbox, record_capacity
+from diloco_ds.exchange.record import Record
+from diloco_ds.exchange.wire import ReportRecord
+from diloco_ds.rundir import SharedMemory
+
+
+def test_both_ends(tmp_path):
+    island = Mailbox.create(tmp_path / "a.island", (4, 9), inbox=True)
+    syncer = Mailbox.create(tmp_path / "a.syncer", (4, 9), inbox=False)
+    assert syncer.inbox is None
+    assert island.inbox.numels == island.outbox.numels == syncer.outbox.numels == (4, 9)
+    assert stat.S_IMODE(os.stat(tmp_path / "a.island").st_mode) == 0o700
+    Mailbox.open(tmp_path / "a.island").report.write(b"hello")
+    assert island.report.read() == (1, b"hello")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.island", "a.syncer"]
+
+
+def test_the_longest_report_fits():
+    from diloco_ds.core.events import Report
+
+    fragments = 500
+    longest = (2**63 - 1,) * fragments
+    report = Report("i" * 32, 1, "starting", 1, 1, 1.0, longest, longest, longest)
+    record = ReportRecord("r" * 200, "d" * 128, report, 0.0, 0.0, 0, 0)
+    assert len(record.pack()) <= record_capacity(fragments)
+
+
+def test_one_is_never_overwritten(tmp_path):
+    first = Mailbox.create(tmp_path / "m", (4,), inbox=True)
+    first.orders.write(b"kept")
+    with pytest.raises(UserError, match="already"):
+        Mailbox.create(tmp_path / "m", (4,), inbox=True)
+    assert Mailbox.open(tmp_path / "m").orders.read() == (1, b"kept")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_failed_creation_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no more inodes")
+
+    monkeypatch.setattr(mailbox_module.FragmentBox, "create", fail)
+    with pytest.raises(OSError, match="inodes"):
+        Mailbox.create(tmp_path / "m", (4,), inbox=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_destroying(tmp_path):
+    mailbox = Mailbox.create(tmp_path / "m", (4,), inbox=True)
+    assert mailbox.is_current()
+    mailbox.destroy()
+    assert list(tmp_path.iterdir()) == []
+    assert not mailbox.is_current()
+    with pytest.raises(FileNotFoundError):
+        Mailbox.open(tmp_path / "m")
+    mailbox.report.write(b"who has it mapped keeps the memory")
+    again = Mailbox.create(tmp_path / "m", (4,), inbox=True)
+    assert again.is_current()
+    assert not mailbox.is_current(), "a mailbox of the same name is another one"
+
+
+def test_a_model_too_large_for_shared_memory(tmp_path):
+    with pytest.raises(UserError, match=r"GiB of shared memory are needed, .* GiB are free.*remount"):
+        Mailbox.create(tmp_path / "m", (1 << 45,), inbox=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_promised_to_sparse_files_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(space, "SharedMemory", lambda run_id: SharedMemoryIn(tmp_path))
+    status = os.statvfs(tmp_path)
+    free = status.f_bavail * status.f_frsize
+    numels = (int(0.3 * free) // 8,)  # a mailbox without inbox then takes 0.3 of what is free
+    Mailbox.create(tmp_path / "a", numels, inbox=False)
+    Mailbox.create(tmp_path / "b", numels, inbox=False)
+    with pytest.raises(UserError, match="promised to runs on this host"):
+        Mailbox.create(tmp_path / "c", (int(0.6 * free) // 8,), inbox=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+class SharedMemoryIn:
+    def __init__(self, root):
+        self.root = root
+
+
+def test_no_shared_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(space, "SharedMemory", lambda run_id: SharedMemoryIn(tmp_path / "shm" / "user"))
+    with pytest.raises(UserError, match=r"shm is not there: .*tmpfs"):
+        Mailbox.create(tmp_path / "shm" / "user" / "run" / "a", (4,), inbox=True)
+
+
+def test_a_folder_of_somebody_else(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "user").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setattr(space, "SharedMemory", lambda run_id: SharedMemoryIn(tmp_path / "user"))
+    with pytest.raises(UserError, match="belongs to somebody else"):
+        Mailbox.create(tmp_path / "user" / "run" / "a", (4,), inbox=True)
+
+
+def test_folders_in_shared_memory_are_private():
+    shared = SharedMemory(f"test-mailbox-{os.getpid()}")
+    mailbox = Mailbox.create(shared.island_end("a"), (4,), inbox=True)
+    try:
+        for folder in (shared.root.parent, shared.root, mailbox.folder):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    finally:
+        mailbox.destroy()
+        shared.root.rmdir()
+
+
+def test_a_record_of_the_wrong_kind_is_refused(tmp_path):
+    mailbox = Mailbox.create(tmp_path / "m", (4,), inbox=False)
+    with pytest.raises(UserError, match="not a file of this kind"):
+        Record.open(mailbox.folder / "outbox")

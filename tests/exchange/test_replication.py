@@ -1,0 +1,473 @@
+"""The link's replication, without MPI: whatever happens in whatever order, both ends become equal and nothing
+is mixed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from diloco_ds.core.events import Orders, Report
+from diloco_ds.errors import UserError
+from diloco_ds.exchange.channel import InProcessChannel
+from diloco_ds.exchange.fragment_box import FragmentBox
+from diloco_ds.exchange.link_ends import agent_link, proxy_link
+from diloco_ds.exchange.mailbox import META_CAPACITY, Mailbox
+from diloco_ds.exchange.replication import LinkIdentity
+from diloco_ds.exchange.wire import OrdersRecord, ReportRecord, ThetaHeader, UpdateHeader
+
+NUMELS = (3, 40, 17)
+STATE = 5  # values of outer optimizer state behind the weights in the store
+CHUNK = 16  # bytes: fragments of 1, 10 and 5 chunks
+IDENTITY = LinkIdentity("run", "layout", "a", NUMELS)
+FRAGMENTS = st.integers(0, len(NUMELS) - 1)
+
+
+def report(step, run_id="run", layout="layout", island="a"):
+    zeros = (0,) * len(NUMELS)
+    content = Report(island, 1, "running", step, 0, 0.1, zeros, zeros, zeros)
+    return ReportRecord(run_id, layout, content, 1.0, 1.0, 0, 0).pack()
+
+
+def orders(step, run_id="run", generation=1):
+    return OrdersRecord(run_id, generation, Orders("run", step, 0, (0,) * len(NUMELS))).pack()
+
+
+def update_header(fragment, version, run_id="run", island="a", numel=None):
+    return UpdateHeader(
+        run_id=run_id,
+        island=island,
+        incarnation=1,
+        fragment=fragment,
+        round=1,
+        base=0,
+        steps=1,
+        tokens=1,
+        update_id=version,
+        data_cursor=0,
+        numel=NUMELS[fragment] if numel is None else numel,
+    ).pack()
+
+
+def theta_header(version, run_id="run", extra=b""):
+    return ThetaHeader(run_id, 1, version, extra).pack()
+
+
+class Ends:
+    """Both ends of an island's exchange, and a link between them that can be cut and made anew."""
+
+    def __init__(self, root: Path) -> None:
+        self.island = Mailbox.create(root / "a.island", NUMELS, inbox=True)
+        self.syncer = Mailbox.create(root / "a.syncer", NUMELS, inbox=False)
+        self.theta = FragmentBox.create(root / "theta", [n + STATE for n in NUMELS], META_CAPACITY)
+        self.relink()
+
+    def relink(self, proxy_identity=IDENTITY, agent_identity=IDENTITY):
+        """What a killed link leaves is in the boxes; the new one knows nothing else."""
+        one, other = InProcessChannel.pair()
+        self.proxy = proxy_link(one, self.syncer, self.theta, proxy_identity, chunk=CHUNK)
+        self.agent = agent_link(other, self.island, agent_identity, chunk=CHUNK)
+
+    def answer(self, fragment, version, meta=None):
+        """The learner writes an update; False while the agent has the slot pinned."""
+        slot = self.island.outbox.begin(fragment)
+        if slot is None:
+            return False
+        slot.fill_(version)
+        self.island.outbox.commit(fragment, version, meta or update_header(fragment, version))
+        return True
+
+    def merge(self, fragment, version, meta=None):
+        """The syncer commits a new global fragment, and its optimizer state, which stays at home."""
+        slot = self.theta.begin(fragment)
+        slot[: NUMELS[fragment]] = version
+        slot[NUMELS[fragment] :] = -1
+        self.theta.commit(fragment, version, meta or theta_header(version, extra=b"ours"))
+
+    def settle(self):
+        """Pump both ends until nothing moves any more."""
+        for _ in range(100_000):
+            if not (self.agent.pump() | self.proxy.pump()):
+                return
+        raise AssertionError("the link never comes to rest")
+
+    def copies(self):
+        """(what is sent, what is received, how many values of a fragment travel) both ways."""
+        return ((self.island.outbox, self.syncer.outbox), (self.theta, self.island.inbox))
+
+
+@pytest.fixture
+def ends(tmp_path):
+    return Ends(tmp_path)
+
+
+def assert_equal_ends(ends):
+    assert_records_equal(ends)
+    for source, copy in ends.copies():
+        for fragment, numel in enumerate(NUMELS):
+            version = source.version(fragment)
+            assert copy.version(fragment) == version
+            if version >= 0:
+                assert (copy.payload(fragment, version) == source.payload(fragment, version)[:numel]).all()
+
+
+def assert_records_equal(ends):
+    for source, copy in ((ends.island.report, ends.syncer.report), (ends.syncer.orders, ends.island.orders)):
+        newest, copied = source.read(), copy.read()
+        assert (newest and newest[1]) == (copied and copied[1])
+
+
+class AnyInterleaving(RuleBasedStateMachine):
+    """Writers, readers, both ends of the link and kill -9 in any order."""
+
+    def __init__(self):
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp())
+        self.ends = Ends(self.root)
+        self.count = itertools.count(1)
+        self.begun = set()
+
+    def teardown(self):
+        for box in (self.ends.syncer.outbox, self.ends.island.inbox):
+            box.clear_pins()
+        self.ends.settle()
+        assert_equal_ends(self.ends)
+        shutil.rmtree(self.root)
+
+    @rule()
+    def learner_reports(self):
+        self.ends.island.report.write(report(next(self.count)))
+
+    @rule()
+    def syncer_orders(self):
+        self.ends.syncer.orders.write(orders(next(self.count)))
+
+    @rule(fragment=FRAGMENTS)
+    def learner_answers(self, fragment):
+        self.ends.answer(fragment, next(self.count))
+
+    @rule(fragment=FRAGMENTS)
+    def learner_dies_while_it_answers(self, fragment):
+        slot = self.ends.island.outbox.begin(fragment)
+        if slot is not None:
+            slot[: len(slot) // 2] = -7
+
+    @rule(fragment=FRAGMENTS)
+    def syncer_merges(self, fragment):
+        self.ends.merge(fragment, next(self.count))
+
+    @rule(fragment=FRAGMENTS)
+    def syncer_dies_while_it_merges(self, fragment):
+        slot = self.ends.theta.begin(fragment)
+        slot[: len(slot) // 2] = -7
+
+    @rule(fragment=FRAGMENTS)
+    def syncer_reads_an_update(self, fragment):
+        box = self.ends.syncer.outbox
+        box.pin(fragment, box.version(fragment))
+
+    @rule(fragment=FRAGMENTS)
+    def syncer_has_read(self, fragment):
+        self.ends.syncer.outbox.unpin(fragment)
+
+    @rule(fragment=FRAGMENTS)
+    def learner_adopts(self, fragment):
+        box = self.ends.island.inbox
+        box.pin(fragment, box.version(fragment))
+
+    @rule(fragment=FRAGMENTS)
+    def learner_has_adopted(self, fragment):
+        self.ends.island.inbox.unpin(fragment)
+
+    @rule(times=st.integers(1, 30))
+    def agent_runs(self, times):
+        for _ in range(times):
+            self.ends.agent.pump()
+
+    @rule(times=st.integers(1, 30))
+    def proxy_runs(self, times):
+        for _ in range(times):
+            self.ends.proxy.pump()
+
+    @rule(times=st.integers(1, 30))
+    def both_run(self, times):
+        for _ in range(times):
+            self.ends.agent.pump()
+            self.ends.proxy.pump()
+
+    @rule()
+    def link_is_killed_and_made_anew(self):
+        self.ends.relink()
+
+    @invariant()
+    def nothing_is_mixed(self):
+        for _, copy in self.ends.copies():
+            for fragment in range(len(NUMELS)):
+                version = copy.version(fragment)
+                if version >= 0:
+                    assert (copy.payload(fragment, version) == version).all()
+
+    @invariant()
+    def records_are_whole(self):
+        for mailbox in (self.ends.syncer, self.ends.island):
+            for record, kind in ((mailbox.report, ReportRecord), (mailbox.orders, OrdersRecord)):
+                newest = record.read()
+                assert newest is None or kind.unpack(newest[1])
+
+
+TestAnyInterleaving = AnyInterleaving.TestCase
+TestAnyInterleaving.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_both_ways(ends):
+    ends.island.report.write(report(3))
+    ends.syncer.orders.write(orders(4))
+    ends.answer(1, 10)
+    ends.merge(2, 20)
+    ends.settle()
+    assert ends.syncer.report.read()[1] == report(3)
+    assert ends.island.orders.read()[1] == orders(4)
+    assert ends.syncer.outbox.read_header(1) == (10, update_header(1, 10))
+    assert ends.island.inbox.read_header(2) == (20, theta_header(20)), "the store's own extra stays at home"
+    assert_equal_ends(ends)
+    for link in (ends.agent, ends.proxy):
+        assert link.traffic.fragments_sent == link.traffic.fragments_received == 1
+        assert link.traffic.dropped == link.traffic.torn == 0
+    assert ends.agent.traffic.bytes_sent == 4 * NUMELS[1]
+    assert ends.agent.traffic.bytes_received == 4 * NUMELS[2]
+
+
+def test_only_what_is_newer_travels_after_a_restart(ends):
+    ends.island.report.write(report(3))
+    for fragment in range(3):
+        ends.answer(fragment, 10)
+        ends.merge(fragment, 20)
+    ends.settle()
+    ends.relink()
+    ends.answer(1, 11)
+    ends.settle()
+    assert ends.agent.traffic.fragments_sent == 1
+    assert ends.proxy.traffic.fragments_sent == 0
+    assert ends.agent.traffic.records_sent == 0
+    assert ends.syncer.report.sequence() == 1
+    assert_equal_ends(ends)
+
+
+def test_a_report_written_while_the_link_was_down(ends):
+    ends.island.report.write(report(3))
+    ends.settle()
+    ends.island.report.write(report(4))
+    ends.relink()
+    ends.settle()
+    assert ends.syncer.report.read() == (2, report(4))
+
+
+def test_the_same_report_again_is_a_heartbeat(ends):
+    for _ in range(3):
+        ends.island.report.write(report(3))
+        ends.settle()
+    assert ends.syncer.report.sequence() == 3
+
+
+def test_old_reports_do_not_queue_up(ends):
+    ends.settle()
+    for step in range(100):
+        ends.island.report.write(report(step))
+        ends.agent.pump()
+    ends.settle()
+    assert ends.syncer.report.read()[1] == report(99)
+    assert ends.syncer.report.sequence() == 2, "one under way, and the newest"
+
+
+def pump_until_begun(ends, version):
+    """Run the link until the first chunk of fragment 1 has arrived in the inbox."""
+    for _ in range(1000):
+        ends.agent.pump()
+        ends.proxy.pump()
+        if ends.island.inbox.begun(1)[0] == version:
+            return
+    raise AssertionError("the transfer never began")
+
+
+def test_a_fragment_overwritten_on_its_way_is_given_up_and_the_newer_one_sent(ends):
+    ends.merge(1, 1)
+    ends.merge(1, 2)
+    ends.settle()
+    ends.merge(1, 3)
+    pump_until_begun(ends, 3)
+    ends.merge(1, 4)
+    ends.merge(1, 5)
+    ends.settle()
+    assert ends.proxy.traffic.torn == ends.agent.traffic.torn == 1
+    assert ends.island.inbox.version(1) == 5
+    assert_equal_ends(ends)
+
+
+def test_an_update_on_its_way_is_pinned(ends):
+    ends.answer(1, 1)
+    ends.settle()
+    assert ends.answer(1, 2)
+    while not ends.syncer.outbox.begun(1)[0] == 2:
+        ends.agent.pump()
+        ends.proxy.pump()
+    assert ends.answer(1, 3), "the other slot is free"
+    assert not ends.answer(1, 4), "the slot on its way is not"
+    ends.settle()
+    assert ends.agent.traffic.torn == 0
+    assert ends.syncer.outbox.version(1) == 3
+    assert ends.answer(1, 4), "the pin is gone with the transfer"
+
+
+def test_a_dead_agents_pin_goes_with_its_successor(ends):
+    ends.answer(1, 1)
+    ends.settle()
+    ends.answer(1, 2)
+    while not ends.syncer.outbox.begun(1)[0] == 2:
+        ends.agent.pump()
+        ends.proxy.pump()
+    ends.answer(1, 3)
+    assert not ends.answer(1, 4)
+    ends.relink()
+    assert ends.answer(1, 4)
+    ends.settle()
+    assert ends.syncer.outbox.version(1) == 4
+
+
+def test_a_pinned_fragment_does_not_hold_up_the_others(ends):
+    for version in (1, 2):
+        ends.answer(1, version)
+        ends.settle()
+        assert ends.syncer.outbox.pin(1, 1)
+    ends.answer(1, 3)
+    ends.settle()
+    assert ends.syncer.outbox.version(1) == 2, "version 1 is pinned, so there is no room for 3"
+    ends.answer(0, 4)
+    ends.island.report.write(report(9))
+    ends.settle()
+    assert ends.syncer.outbox.version(0) == 4
+    assert ends.syncer.report.read()[1] == report(9)
+    ends.syncer.outbox.unpin(1)
+    ends.settle()
+    assert_equal_ends(ends)
+
+
+def test_records_pass_between_the_chunks_of_a_fragment(ends):
+    ends.merge(1, 1)
+    pump_until_begun_first(ends)
+    ends.syncer.orders.write(orders(5))
+    while ends.island.orders.sequence() == 0:
+        ends.agent.pump()
+        ends.proxy.pump()
+    assert ends.island.inbox.version(1) == -1
+
+
+def pump_until_begun_first(ends):
+    while ends.proxy.traffic.fragments_sent == 0 and ends.island.inbox.begun(1)[0] != 1:
+        ends.agent.pump()
+        ends.proxy.pump()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        LinkIdentity("other-run", "layout", "a", NUMELS),
+        LinkIdentity("run", "other-layout", "a", NUMELS),
+    ],
+)
+def test_an_end_of_another_run_or_layout_is_not_listened_to(ends, other, caplog):
+    ends.relink(agent_identity=other)
+    ends.island.report.write(report(1))
+    ends.answer(0, 1)
+    ends.merge(0, 1)
+    ends.settle()
+    assert not ends.proxy.connected
+    assert not ends.agent.connected
+    assert ends.proxy.traffic.dropped == ends.agent.traffic.dropped == 1
+    assert ends.syncer.report.sequence() == 0
+    assert ends.syncer.outbox.version(0) == ends.island.inbox.version(0) == -1
+    assert "other" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        report(2, run_id="other"),
+        report(2, layout="other"),
+        report(2, island="b"),
+        report(2)[:-1],
+        b"noise",
+        orders(2),
+    ],
+)
+def test_a_foreign_report_is_dropped_counted_and_said_once(ends, foreign, caplog):
+    ends.island.report.write(report(1))
+    ends.settle()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            ends.island.report.write(foreign)
+            ends.settle()
+    assert ends.syncer.report.read()[1] == report(1)
+    assert ends.proxy.traffic.dropped == 3
+    assert len(caplog.records) == 1
+    ends.island.report.write(report(2))
+    ends.settle()
+    assert ends.syncer.report.read()[1] == report(2)
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        update_header(1, 1, run_id="other"),
+        update_header(1, 1, island="b"),
+        update_header(0, 1),
+        update_header(1, 1, numel=39),
+        b"noise",
+    ],
+)
+def test_a_foreign_update_is_dropped(ends, foreign):
+    ends.answer(1, 1, meta=foreign)
+    ends.settle()
+    assert ends.syncer.outbox.version(1) == -1
+    assert ends.proxy.traffic.dropped == 1
+    ends.answer(1, 2)
+    ends.settle()
+    assert ends.syncer.outbox.version(1) == 2
+
+
+@pytest.mark.parametrize("foreign", [theta_header(1, run_id="other"), b"noise"])
+def test_a_foreign_global_fragment_is_dropped(ends, foreign):
+    ends.merge(1, 1, meta=foreign)
+    ends.settle()
+    assert ends.island.inbox.version(1) == -1
+    assert ends.agent.traffic.dropped + ends.proxy.traffic.dropped == 1
+    ends.merge(1, 2)
+    ends.settle()
+    assert ends.island.inbox.version(1) == 2
+
+
+def test_orders_of_a_replaced_syncer_are_dropped(ends):
+    for generation, step in ((2, 10), (1, 11), (2, 12)):
+        ends.syncer.orders.write(orders(step, generation=generation))
+        ends.settle()
+        expected = 10 if generation == 1 else step
+        assert ends.island.orders.read()[1] == orders(expected, generation=2)
+    assert ends.agent.traffic.dropped == 1
+
+
+def test_an_end_that_does_not_fit_the_layout_is_refused(tmp_path, ends):
+    one, _ = InProcessChannel.pair()
+    with pytest.raises(UserError, match="not those of the run's layout"):
+        agent_link(one, ends.island, LinkIdentity("run", "layout", "a", (3, 40)))
+    with pytest.raises(UserError, match="has no inbox"):
+        agent_link(one, ends.syncer, IDENTITY)
+    small = FragmentBox.create(tmp_path / "small", [n - 1 for n in NUMELS], META_CAPACITY)
+    with pytest.raises(UserError, match="not those of the run's layout"):
+        proxy_link(one, ends.syncer, small, IDENTITY)
