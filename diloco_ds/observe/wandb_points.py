@@ -8,11 +8,8 @@ from typing import Any
 from diloco_ds.observe.metrics import Record
 
 SYNCER = "syncer"
-_STEP_NAMES = {
-    "loss": "train/loss",
-    "lr": "train/lr",
-    "grad_norm": "train/grad_norm",
-    "step_s": "time/step_s",
+_STEP_NAMES = {name: f"train/{name}" for name in ("loss", "lr", "grad_norm", "tokens_per_s")} | {
+    "step_s": "time/step_s"
 }
 _NOT_LOGGED = {"time", "kind", "island", "incarnation", "tokens"}
 
@@ -45,8 +42,6 @@ def _of_step(record: Record) -> Iterator[tuple[str, Any]]:
             yield from ((f"time/{bucket}_s", seconds) for bucket, seconds in (value or {}).items())
         else:
             yield _STEP_NAMES.get(key, f"progress/{key}"), value
-    if record.get("step_tokens") and record.get("step_s"):
-        yield "train/tokens_per_s", record["step_tokens"] / record["step_s"]
 
 
 def _of_merge(record: Record) -> Iterator[tuple[str, Any]]:

@@ -32,6 +32,7 @@ STEP = {
     "loss": 2.5,
     "lr": None,
     "step_tokens": 100,
+    "tokens_per_s": 200.0,
     "step_s": 0.5,
     "buckets": {"data": 0.1, "forward": 0.4},
     "adopted": [1],
