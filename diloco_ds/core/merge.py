@@ -1,23 +1,23 @@
 """Merging the learners' outer gradients: the weighted mean, and Radial-Directional Averaging.
 
-Everything works on flat fp32 fragments, in place and in pieces that stay in the processor's cache: beside the
-result no more memory is needed than a few such pieces. Norms are summed in float64.
+Everything works on flat fp32 fragments, in place and piece by piece (flat.py): beside the result no more
+memory is needed than a few pieces.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from diloco_ds.config import Merge
+from diloco_ds.core import flat
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.core.weights import normalised
 
-PIECE = 1 << 18  # elements worked on together: 1 MiB of fp32
 _CANCELLED = 1e-6  # directions whose mean is shorter than this (of 1) cancel up to fp32 rounding
 _NO_DIRECTION = 1e-30  # a vector this much shorter than the mean norm could not be scaled to it in fp32
 
@@ -55,7 +55,7 @@ def merge_fragment(
     ValueError if all weights are zero or a base is missing. `out` must share no memory with the inputs.
     """
     weights = normalised([part.weight for part in parts])
-    scratch = theta.new_empty(PIECE)
+    scratch = theta.new_empty(flat.PIECE)
     gradients = [
         _Gradient(weight, part.values, _anchor(part, theta, rule), scratch)
         for weight, part in zip(weights, parts, strict=True)
@@ -75,7 +75,7 @@ class _Gradient:
     weight: float
     values: Tensor
     anchor: Tensor | None
-    scratch: Tensor  # PIECE elements, shared by all gradients of a merge
+    scratch: Tensor  # flat.PIECE elements, shared by all gradients of a merge
 
     def at(self, piece: slice) -> Tensor:
         """v over `piece`, valid until any gradient is asked again."""
@@ -112,7 +112,7 @@ def _mean(spans: Sequence[slice], gradients: Sequence[_Gradient], out: Tensor) -
 
 
 def _rda(spans: Sequence[slice], gradients: Sequence[_Gradient], out: Tensor) -> None:
-    norms = [_norm(spans, gradient.at, out) for gradient in gradients]
+    norms = [flat.norm(spans, gradient.at, out) for gradient in gradients]
     mean_norm = math.fsum(gradient.weight * norm for gradient, norm in zip(gradients, norms, strict=True))
     # The unit vectors are scaled to the mean norm at once: numbers stay in the range they came in.
     factors = [
@@ -120,7 +120,7 @@ def _rda(spans: Sequence[slice], gradients: Sequence[_Gradient], out: Tensor) ->
         for gradient, norm in zip(gradients, norms, strict=True)
     ]
     _combine(spans, gradients, factors, out)
-    length = _norm(spans, lambda piece: out[piece], out)
+    length = flat.norm(spans, lambda piece: out[piece], out)
     if length <= _CANCELLED * mean_norm:
         _mean(spans, gradients, out)
         return
@@ -132,22 +132,7 @@ def _combine(
     spans: Sequence[slice], gradients: Sequence[_Gradient], factors: Sequence[float], out: Tensor
 ) -> None:
     """out = sum_m factor_m v_m over the spans, in the order of the gradients."""
-    for piece in _pieces(spans):
+    for piece in flat.pieces(spans):
         target = out[piece].zero_()
         for gradient, factor in zip(gradients, factors, strict=True):
             target.add_(gradient.at(piece), alpha=factor)
-
-
-def _norm(spans: Sequence[slice], at: Callable[[slice], Tensor], like: Tensor) -> float:
-    """The norm over the spans of what `at` gives, in float64."""
-    total = torch.zeros((), dtype=torch.float64, device=like.device)
-    for piece in _pieces(spans):
-        wide = at(piece).double()
-        total += torch.dot(wide, wide)
-    return math.sqrt(float(total))
-
-
-def _pieces(spans: Sequence[slice]) -> Iterator[slice]:
-    for span in spans:
-        for start in range(span.start, span.stop, PIECE):
-            yield slice(start, min(start + PIECE, span.stop))

@@ -9,21 +9,19 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from diloco_ds.core.merge import PIECE
+from diloco_ds.core import flat
 
 
-def is_finite(flat: Tensor) -> bool:
+def is_finite(vector: Tensor) -> bool:
     """Whether no element of a flat tensor is infinite or not a number."""
-    return all(bool(torch.isfinite(piece).all()) for piece in flat.split(PIECE))
+    return all(bool(torch.isfinite(piece).all()) for piece in vector.split(flat.PIECE))
 
 
 def norm(a: Tensor, b: Tensor) -> float:
     """||a - b|| of two flat fp32 tensors, summed in float64, without a temporary of their size."""
-    total = torch.zeros((), dtype=torch.float64, device=a.device)
-    for of_a, of_b in zip(a.split(PIECE), b.split(PIECE), strict=True):
-        difference = torch.sub(of_a, of_b).double()
-        total += torch.dot(difference, difference)
-    return math.sqrt(float(total))
+    if a.shape != b.shape:
+        raise ValueError(f"shapes {list(a.shape)} and {list(b.shape)} differ")
+    return flat.norm([slice(0, a.numel())], lambda piece: torch.sub(a[piece], b[piece]), a)
 
 
 class OutlierScreen:

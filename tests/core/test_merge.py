@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_ds.config import Merge
-from diloco_ds.core import merge
+from diloco_ds.core import flat
 from diloco_ds.core.fragments import TensorSpec, balance
 from diloco_ds.core.merge import MergePart, late_gradient, merge_fragment
 from diloco_ds.core.weights import learner_weight
@@ -25,14 +25,14 @@ TWO = layout_of((2, False))
 def merged(layout, theta, parts, **rule):
     """Each part: (weight, values) or (weight, values, base), or a MergePart."""
     parts = [
-        part if isinstance(part, MergePart) else MergePart(part[0], *map(flat, part[1:])) for part in parts
+        part if isinstance(part, MergePart) else MergePart(part[0], *map(vector, part[1:])) for part in parts
     ]
     out = torch.full((layout.numel(0),), math.nan)
-    merge_fragment(layout, 0, flat(theta), parts, Merge(**rule), out)
+    merge_fragment(layout, 0, vector(theta), parts, Merge(**rule), out)
     return out.tolist()
 
 
-def flat(values):
+def vector(values):
     return values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.float32)
 
 
@@ -105,7 +105,7 @@ def test_the_anchor_is_the_current_fragment_or_the_learners_base():
 def test_a_late_answer_counts_as_the_outer_gradient_it_was_kept_as(anchor):
     # Kept: base 4, learner at 3, so 1. Fresh: theta 6 (its base as well), learner at 3, so 3. Mean 2.
     kept = torch.empty(1)
-    late_gradient(flat([4.0]), flat([3.0]), kept)
+    late_gradient(vector([4.0]), vector([3.0]), kept)
     assert kept.tolist() == [1.0]
     parts = [MergePart(1.0, kept, is_gradient=True), (1.0, [3.0], [6.0])]
     assert merged(ONE, [6.0], parts, anchor=anchor, matrices="mean") == [2.0]
@@ -244,7 +244,7 @@ def test_pieces_change_nothing_but_rounding(monkeypatch, norm):
     theta, a, b = torch.randn(3, 100, generator=generator)
     layout, parts = layout_of((40, False), (60, True)), [(1.0, a), (2.0, b)]
     whole = merged(layout, theta, parts, norm=norm)
-    monkeypatch.setattr(merge, "PIECE", 7)
+    monkeypatch.setattr(flat, "PIECE", 7)
     assert merged(layout, theta, parts, norm=norm) == pytest.approx(whole, rel=1e-6)
 
 
