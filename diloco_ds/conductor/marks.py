@@ -19,6 +19,7 @@ from diloco_ds.island.learner_processes import MARK as LEARNER_MARK
 RUN_MARK = "DILOCO_DS_RUN"
 ROLE_MARK = "DILOCO_DS_ROLE"
 KILLED_WITHIN_S = 10.0
+POLL_S = 0.02
 
 
 def marked(environment: dict[str, str], run_id: str, role: str) -> dict[str, str]:
@@ -54,7 +55,7 @@ def kill(find: Callable[[], list[psutil.Process]]) -> None:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(processes, timeout=1.0)
+        time.sleep(POLL_S)
 
 
 def _of_run(run_id: str) -> list[tuple[psutil.Process, dict[str, str]]]:
