@@ -55,34 +55,40 @@ class FragmentSender:
         self._header = header
         self._chunk = chunk
         self._offered: list[int] = []
+        self._accepted: deque[Accept] = deque()
         self._current: _Outgoing | None = None
 
     def start(self, peer_versions: Sequence[int]) -> None:
         """The receiver holds `peer_versions`: offer what is newer from now on."""
         self._offered = list(peer_versions)
 
+    def accepted(self, accept: Accept) -> None:
+        """The receiver waits for this version; it may say so before the end of the last transfer is seen
+        here.
+        """
+        self._accepted.append(accept)
+
     def pump(self) -> bool:
         """Offer what is new, send on what was accepted; True if a transfer is under way or something was
         sent.
         """
         offered = [self._offer(fragment) for fragment in range(len(self._offered))]
+        if self._current is None and self._accepted:
+            self._current = self._begin(self._accepted.popleft())
         if self._current is None:
             return any(offered)
         if self._current.advance():
             self._finish(self._current)
         return True
 
-    def accepted(self, accept: Accept) -> None:
-        """The receiver waits for this version."""
-        if self._current is not None:
-            raise RuntimeError(f"{accept} while another fragment is under way")
+    def _begin(self, accept: Accept) -> _Outgoing:
         fragment, version = accept.fragment, accept.version
         payload = self._source.payload(fragment, version)
         if payload is not None and self._pin and not self._source.pin(fragment, version):
             payload = None
         data = None if payload is None else _as_bytes(payload[: self._numels[fragment]])
         chunks = -(-4 * self._numels[fragment] // self._chunk)
-        self._current = _Outgoing(self._channel, self._source, fragment, version, data, self._chunk, chunks)
+        return _Outgoing(self._channel, self._source, fragment, version, data, self._chunk, chunks)
 
     def _offer(self, fragment: int) -> bool:
         if self._source.version(fragment) <= self._offered[fragment]:

@@ -315,7 +315,7 @@ def test_an_update_on_its_way_is_pinned(ends):
     ends.answer(1, 1)
     ends.settle()
     assert ends.answer(1, 2)
-    while not ends.syncer.outbox.begun(1)[0] == 2:
+    while ends.syncer.outbox.begun(1)[0] != 2:
         ends.agent.pump()
         ends.proxy.pump()
     assert ends.answer(1, 3), "the other slot is free"
@@ -330,7 +330,7 @@ def test_a_dead_agents_pin_goes_with_its_successor(ends):
     ends.answer(1, 1)
     ends.settle()
     ends.answer(1, 2)
-    while not ends.syncer.outbox.begun(1)[0] == 2:
+    while ends.syncer.outbox.begun(1)[0] != 2:
         ends.agent.pump()
         ends.proxy.pump()
     ends.answer(1, 3)
