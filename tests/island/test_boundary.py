@@ -16,7 +16,14 @@ adoptions = st.dictionaries(
 )
 
 
-@given(st.sampled_from(Then), st.booleans(), st.integers(0, 2**40), st.integers(0, 2**62), adoptions, st.sets(st.integers(0, 5)))
+@given(
+    st.sampled_from(Then),
+    st.booleans(),
+    st.integers(0, 2**40),
+    st.integers(0, 2**62),
+    adoptions,
+    st.sets(st.integers(0, 5)),
+)
 def test_a_decision_travels_as_integers(then, save, step, lr_tokens, adopt, answer):
     decision = Decision(then, save, step, lr_tokens, adopt, tuple(sorted(answer)))
     values = decision.encode(6)
