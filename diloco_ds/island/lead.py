@@ -63,9 +63,9 @@ class Lead:
         self._inbox.clear_pins()
 
     def _orders_of_an_earlier_life(self) -> int:
-        """Orders to end that lie there before this learner has begun ended another one: they are void."""
+        """An order to stop that lies there before this learner has begun stopped an earlier one: it is void."""
         sequence, payload = self._mailbox.orders.read() or (0, None)
-        if payload is None or OrdersRecord.unpack(payload).orders.phase not in ("stop", "finished"):
+        if payload is None or OrdersRecord.unpack(payload).orders.phase != "stop":
             return 0
         return sequence
 

@@ -40,6 +40,7 @@ from diloco_ds.rundir import RunDir, SharedMemory, write_atomically, write_json
 CLEAN_END_S = 25.0
 """How long a learner that was asked to stop may take to write its checkpoint."""
 POLL_S = 0.2
+GIVEN_UP = 1
 USER_ERROR = 2
 """Exit code of a learner that cannot run as it is configured: starting it again would not help."""
 
@@ -81,6 +82,7 @@ class Ending:
 
     state: Literal["done", "stopped", "failed", "restarting"]
     reason: str
+    exit_code: int = 0  # the supervisor's own
 
 
 class Supervisor:
@@ -121,12 +123,14 @@ class Supervisor:
         killed.
         """
         running = running_incarnations(self._run_id, self._island)
-        learners = [LearnerProcesses(self._run_id, self._island, each) for each in running]
-        for old in learners[:-1]:
+        if not running:
+            return None
+        *older, learner = [LearnerProcesses(self._run_id, self._island, each) for each in running]
+        for old in older:
             old.kill()
-        if not learners or not (learner := learners[-1]).find_ranks(self._config.island(self._island).ranks):
-            for incomplete in learners[-1:]:
-                incomplete.kill()
+        complete = learner.find_ranks(self._config.island(self._island).ranks)
+        if not complete and learner.launcher is None:
+            learner.kill()
             return None
         self._status.incarnation = learner.incarnation
         self._change("starting", f"took over incarnation {learner.incarnation}, which was running", learner)
@@ -194,7 +198,7 @@ class Supervisor:
         if said == "stopped":
             return Ending("stopped", "ended with a checkpoint, as it was asked to")
         if code == USER_ERROR:
-            return Ending("failed", self._last_error())
+            return Ending("failed", self._last_error(), USER_ERROR)
         if said == "running" and self._orders_phase() in ("stop", "finished"):
             return Ending("stopped", f"the run ends; the learner ended with {_in_words(code)}")
         return Ending(
@@ -223,7 +227,9 @@ class Supervisor:
         delay = self._restarts.ended(stepped_for_s)
         if delay is None:
             return Ending(
-                "failed", f"{self._restarts.barren} starts in a row without a step; the last: {ending.reason}"
+                "failed",
+                f"{self._restarts.barren} starts in a row without a step; the last: {ending.reason}",
+                GIVEN_UP,
             )
         self._status.restarts = self._restarts.count
         self._change("restarting", f"{ending.reason}; next start in {delay:.0f} s")
@@ -238,7 +244,7 @@ class Supervisor:
         assert ending.state != "restarting"
         self._change(ending.state, ending.reason)
         self._metrics.close()
-        return 1 if ending.state == "failed" else 0
+        return ending.exit_code
 
     def _change(self, state: State, reason: str, learner: LearnerProcesses | None = None) -> None:
         """Tell everybody of a new state: status file, log, metrics."""
