@@ -30,7 +30,6 @@ class IslandHistory:
     time: array[float] = field(default_factory=_column)  # epoch seconds
     step: array[float] = field(default_factory=_column)
     tokens: array[float] = field(default_factory=_column)  # the island's own
-    global_tokens: array[float] = field(default_factory=_column)
     loss: array[float] = field(default_factory=_column)
     step_tokens: array[float] = field(default_factory=_column)
     step_s: array[float] = field(default_factory=_column)
@@ -41,7 +40,7 @@ class IslandHistory:
     def add(self, record: Record) -> None:
         """Take in one step."""
         self.time.append(record["time"])
-        for name in ("step", "tokens", "global_tokens", "loss", "step_tokens", "step_s"):
+        for name in ("step", "tokens", "loss", "step_tokens", "step_s"):
             getattr(self, name).append(_number(record.get(name)))
         for bucket, seconds in (record.get("buckets") or {}).items():
             self.bucket_s[bucket] = self.bucket_s.get(bucket, 0.0) + (seconds or 0.0)
@@ -152,7 +151,7 @@ MERGE_COLUMNS = (
     "eligible",
     "merged",
     "token_share",
-    "quorum_s",
+    "round_s",
     "grace_s",
     "merge_s",
 )

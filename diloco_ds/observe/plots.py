@@ -73,16 +73,13 @@ def heldout(history: History) -> str | None:
 
 
 def training_loss(history: History) -> str | None:
-    """Training loss of each island over the tokens of the run."""
+    """Training loss of each island over the tokens it trained on."""
 
     def draw(axes: Axes) -> None:
         for color, island in _colored(history):
-            axis = (
-                island.global_tokens if np.isfinite(np.asarray(island.global_tokens)).any() else island.tokens
-            )
-            axes.plot(*binned(axis, island.loss), color=color, label=island.name, lw=1.2)
+            axes.plot(*binned(island.tokens, island.loss), color=color, label=island.name, lw=1.2)
         axes.set_ylabel("loss, nats per token")
-        _tokens_axis(axes, "tokens of the run")
+        _tokens_axis(axes, "tokens of the island")
         _legend(axes)
 
     return _svg(draw) if history.islands else None
@@ -182,8 +179,10 @@ def timeline(history: History) -> str | None:
 
 
 def faults(history: History) -> list[Record]:
-    """The events that tell of a fault, a death or a restart."""
-    return [event for event in history.events if any(word in str(event.get("event")) for word in FAULT_WORDS)]
+    """The events that tell of a fault, a death or a restart while the islands trained."""
+    told = [event for event in history.events if any(word in str(event.get("event")) for word in FAULT_WORDS)]
+    first, last = history.first_step or 0.0, history.last_step or 0.0
+    return [event for event in told if first <= event["time"] <= last]
 
 
 def _svg(draw: Callable[[Axes], None], height: float = 2.9, width: float = 5.8) -> str:

@@ -18,6 +18,8 @@ from diloco_ds.observe.status import ENDED, Status, read_status
 from diloco_ds.rundir import RunDir
 
 EVENTS_KEPT = 50
+ROUTINE = {"checkpoint", "snapshot"}
+"""Events that come all the time and would push out the others; metrics.jsonl and the report have them."""
 
 
 class ProgressView:
@@ -46,7 +48,7 @@ class ProgressView:
 
     def update(self, status: Status, events: Iterable[Record] = ()) -> None:
         """Show `status` and, among the records new since the last call, the events."""
-        new = [event for event in events if event.get("kind") == "event"]
+        new = [event for event in events if event["kind"] == "event" and event.get("event") not in ROUTINE]
         self._events.extend(new)
         self._note_losses(status)
         just_ended = status.state in ENDED and (self._status is None or self._status.state not in ENDED)

@@ -141,7 +141,7 @@ def _merge_rows(history: History) -> list[tuple[str, str]]:
         ("islands eligible", fixed(means["eligible"], 2)),
         ("islands merged", fixed(means["merged"], 2)),
         ("token share", percent(means["token_share"])),
-        ("until the quorum", _milliseconds(means["quorum_s"])),
+        ("from opening to merge", _milliseconds(means["round_s"])),
         ("grace window", _milliseconds(means["grace_s"])),
         ("merge and outer step", _milliseconds(means["merge_s"])),
     ]

@@ -23,7 +23,7 @@ from diloco_ds.observe.status_files import (
 from diloco_ds.rundir import RunDir
 
 RunState = Literal["preparing", "running", "draining", "stopping", "stopped", "finished", "failed", "dead"]
-"""preparing: no island steps yet; draining: last updates are collected; dead: gone without a stop."""
+"""preparing: no island steps yet; draining: last updates, last evaluations, export; dead: gone without a stop."""
 
 ENDED: tuple[RunState, ...] = ("stopped", "finished", "failed", "dead")
 
@@ -39,6 +39,9 @@ _STATE_WORDS: dict[str, RunState] = {
     },
 }
 """What the processes call the state of the run, in the words of `RunState`."""
+
+_STILL_AT_WORK: dict[str, RunState] = {"finished": "draining", "stopped": "stopping", "failed": "running"}
+"""The run's state while the conductor closes what its syncer has ended: evaluation, export; checkpoints; a restart."""
 
 _ISLAND_ENDED = ("done", "stopped", "finished", "drained", "failed", "given_up", "left")
 
@@ -241,7 +244,10 @@ def _state_with_conductor(conductor: StatusFile, syncer: SyncerFile) -> RunState
     of_conductor = _STATE_WORDS.get(conductor.state or "")
     if of_conductor is not None and of_conductor != "running":
         return of_conductor
-    if syncer.alive:
-        return _STATE_WORDS.get(syncer.state or "", "running")
-    from_before = syncer.pid is None or syncer.started < conductor.started
-    return "preparing" if from_before and of_conductor is None else "running"
+    from_before = not syncer.alive and (syncer.pid is None or syncer.started < conductor.started)
+    if from_before:
+        return of_conductor or "preparing"
+    of_syncer = _STATE_WORDS.get(syncer.state or "", "running")
+    if of_syncer in _STILL_AT_WORK:  # the syncer is done, the conductor is not yet
+        return _STILL_AT_WORK[of_syncer]
+    return of_syncer if syncer.alive else "running"

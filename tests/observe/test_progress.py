@@ -92,7 +92,7 @@ def test_before_anything_is_known(status: Status) -> None:
 def test_a_pipe_gets_plain_lines_and_each_event_once(status: Status) -> None:
     out = io.StringIO()
     with ProgressView(Console(file=out, width=80), plain_every_s=3600) as view:
-        view.update(status, [DIED])
+        view.update(status, [DIED, {**DIED, "event": "checkpoint"}, {"kind": "merge", "time": 0.0}])
         view.update(status.model_copy(update={"global_step": 42}))  # too early for the next line
         view.update(
             status.model_copy(update={"global_step": 43, "state": "finished"})
