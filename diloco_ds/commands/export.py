@@ -6,6 +6,8 @@ They are those of the newest checkpoint of the syncer; a run that goes on is not
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 from pathlib import Path
 
 from diloco_ds.errors import UserError
@@ -37,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{run_dir.root} has no checkpoint of the global weights yet; there is one every syncer.checkpoint_every_s"
         )
     weights = checkpoint / "theta.safetensors"
-    export(weights, run_dir.model_config, run_dir.tokenizer, arguments.out, arguments.dtype)
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries say while they are imported
+        export(weights, run_dir.model_config, run_dir.tokenizer, arguments.out, arguments.dtype)
     print(arguments.out)
     return 0

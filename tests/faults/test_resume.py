@@ -1,0 +1,121 @@
+"""Stop and go on: momentum to the bit, learning rate without a break, whatever ended the run before."""
+
+import json
+import re
+import signal
+import time
+
+import pytest
+import torch
+from live_run import kill, live_run
+from safetensors import safe_open
+
+from diloco_ds.conductor.closing import newest_checkpoint
+from diloco_ds.core.fragments import FragmentLayout
+from diloco_ds.core.outer import OuterOptimizer
+from diloco_ds.core.schedule import token_schedule
+from diloco_ds.exchange.store import Store
+from diloco_ds.rundir import SharedMemory
+
+pytestmark = pytest.mark.slow
+
+BUDGET = 300_000
+
+
+@pytest.fixture
+def run(tmp_path):
+    settings = {
+        "budget": {"tokens": BUDGET},
+        "deepspeed": {"gradient_accumulation_steps": 4},
+        "trainer": {"warmup_tokens": 50_000},
+        "syncer": {"checkpoint_every_s": 3.0},
+    }
+    with live_run(tmp_path, **settings) as run:
+        yield run
+
+
+def open_store(run) -> Store:
+    """The store, before anything is merged into it."""
+    layout = FragmentLayout.from_json(run.dir.layout.read_text())
+    buffers = OuterOptimizer(run.config.exchange.outer).buffers
+    return Store.open(SharedMemory(run.run_id()).store, layout, buffers, run.run_id())
+
+
+def assert_store_equals(run, checkpoint) -> None:
+    """Weights and outer momentum, to the bit."""
+    store = open_store(run)
+    with (
+        safe_open(checkpoint / "theta.safetensors", "pt") as theta,
+        safe_open(checkpoint / "outer.safetensors", "pt") as outer,
+    ):
+        for fragment in range(store.layout.fragments):
+            flat = store.theta(fragment)
+            for placed in store.layout.tensors_of(fragment):
+                values = flat[placed.offset : placed.offset + placed.spec.numel]
+                assert torch.equal(values, theta.get_tensor(placed.spec.name).flatten())
+            for name, buffer in store.outer(fragment).items():
+                saved = outer.get_tensor(f"{fragment}.{name}")
+                assert torch.equal(buffer, saved)
+                assert saved.any(), "momentum that is zero would prove nothing"
+
+
+def assert_learning_rate_has_no_break(run) -> None:
+    """It is the schedule's at the global tokens, and these never fall, over all incarnations."""
+    schedule = token_schedule("cosine", {}, 50_000, BUDGET, 3e-3, "test")
+    for name in "ab":
+        steps = run.steps(name)
+        tokens = [record["global_tokens"] for record in steps]
+        assert tokens == sorted(tokens)
+        for record in steps[1:]:
+            assert record["lr"] <= 3e-3 * max(schedule(t) for t in tokens) * 1.001
+        rising = [record["lr"] for record in steps if record["global_tokens"] < 50_000]
+        assert rising == sorted(rising)
+
+
+def test_stopped_killed_and_finished(run):
+    run.train()
+    run.until_merged_again("a", "b", since=0.0)
+    run.until(lambda: newest_checkpoint(run.dir), "a checkpoint")
+
+    since = time.monotonic()
+    run.press_ctrl_c()
+    assert run.end(within_s=40) == 130
+    assert time.monotonic() - since < 30
+    run.assert_nothing_left()
+    assert run.status().state == "stopped"
+    assert "go on with: diloco-ds train --resume runs/tiny" in (run.work / "terminal.txt").read_text()
+    stopped = newest_checkpoint(run.dir)
+    merged = json.loads((stopped / "state.json").read_text())["tokens"]
+    assert merged > 0
+    clocks = {name: run.steps(name)[-1] for name in "ab"}
+
+    run.resume()
+    run.until(lambda: SharedMemory(run.run_id()).store.exists(), "the syncer has its store")
+    assert_store_equals(run, stopped)
+    run.until_merged_again("a", "b")
+    for name in "ab":
+        first = next(record for record in run.steps(name) if record["incarnation"] == 2)
+        assert first["step"] > clocks[name]["step"]
+        assert first["tokens"] > clocks[name]["tokens"]
+    assert run.status().tokens > merged
+
+    everything = [*run.processes(), run.conductor]
+    for process in everything:
+        process.send_signal(signal.SIGSTOP)  # all of them in one moment, as when a host dies
+    for process in everything:
+        kill(process.pid)
+    run.conductor.wait()
+    assert run.status().state == "dead"
+    before = run.status().tokens
+    hint = run.command("stop", str(run.dir.root))
+    assert "goes on from it" in hint.stdout
+
+    run.resume()
+    run.until_merged_again("a", "b")
+    assert run.status().tokens >= before
+    assert re.search(r"starts from the store in shared memory", run.dir.log("syncer").read_text())
+    assert run.end(within_s=300) == 0, run.story()
+    run.assert_nothing_left()
+    assert run.status().state == "finished"
+    assert run.dir.export.exists()
+    assert_learning_rate_has_no_break(run)

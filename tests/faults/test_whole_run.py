@@ -1,0 +1,144 @@
+"""A run from `diloco-ds train` to its end: everything the user was promised is there, and it is right."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from live_run import live_run
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from diloco_ds.conductor.closing import newest_checkpoint
+from diloco_ds.model.initial import load_initial
+from diloco_ds.observe.metrics import read_metrics
+
+REPOSITORY = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that has ended, its exit code, and what it printed."""
+    directory = tmp_path_factory.mktemp("whole")
+    evaluation = {
+        "every_tokens": 15_000,
+        "tasks": ["minimal_pairs_is_are"],
+        "task_dirs": [str(REPOSITORY / "eval")],
+        "limit": 20,
+    }
+    settings = {
+        "budget": {"tokens": 40_000},
+        "evaluation": evaluation,
+        "observe": {"wandb": {"mode": "offline"}},
+        "trainer": {"warmup_tokens": 2048},
+    }
+    with live_run(directory, **settings) as run:
+        run.train()
+        code = run.end(within_s=400)
+        yield run, code
+
+
+def test_it_ends_well_and_leaves_nothing_behind(finished):
+    run, code = finished
+    assert code == 0, run.story()
+    run.assert_nothing_left()
+    status = run.status()
+    assert (status.state, status.conductor_pid) == ("finished", None)
+    assert status.tokens >= 0.95 * 40_000
+    assert not list(run.dir.snapshots.iterdir())
+
+
+def test_the_run_directory_holds_what_the_user_was_promised(finished):
+    run, _ = finished
+    root = run.dir.root
+    for name in (
+        "manifest.json",
+        "config.yaml",
+        "layout.json",
+        "metrics.jsonl",
+        "report.html",
+        "hf/config.json",
+        "hf/tokenizer.json",
+        "checkpoints/syncer",
+        "checkpoints/islands/a",
+        "checkpoints/islands/b",
+    ):
+        assert (root / name).exists(), name
+    assert list((root / "wandb").glob("offline-run-*"))
+    assert "<svg" in run.dir.report.read_text() or "data:image/png" in run.dir.report.read_text()
+
+
+def test_the_last_lines_say_where_everything_lies(finished):
+    run, _ = finished
+    last = (run.work / "terminal.txt").read_text().split("\nfinished\n")[-1]
+    for place in ("runs/tiny/hf", "runs/tiny/report.html", "runs/tiny/metrics.jsonl", "runs/tiny/wandb"):
+        assert place in last
+    assert "minimal_pairs_is_are" in last
+
+
+def test_the_export_gives_the_logits_of_the_global_weights(finished):
+    run, _ = finished
+    weights = newest_checkpoint(run.dir) / "theta.safetensors"
+    exported = AutoModelForCausalLM.from_pretrained(run.dir.export).eval()
+    ours = load_initial(run.dir.model_config, weights).eval()
+    tokens = AutoTokenizer.from_pretrained(run.dir.export)(
+        "The farmers are in the field.", return_tensors="pt"
+    )
+    with torch.no_grad():
+        assert torch.equal(exported(**tokens).logits, ours(**tokens).logits)
+    initial = load_file(run.dir.initial_weights)
+    assert any(not torch.equal(initial[name], tensor) for name, tensor in load_file(weights).items())
+
+
+def test_the_heldout_loss_of_the_global_weights_falls(finished):
+    run, _ = finished
+    evaluations = run.records("eval")
+    assert len(evaluations) >= 3
+    losses = [record["loss"] for record in evaluations]
+    assert losses[-1] < losses[0]
+    score = evaluations[-1]["tasks"]["minimal_pairs_is_are"]
+    assert score["n"] == 20
+    assert 0 < score["stderr"] < 0.2
+
+
+def test_the_metrics_keep_their_schema(finished):
+    run, _ = finished
+    records = read_metrics(run.dir.metrics)
+    assert {record["kind"] for record in records} == {"step", "merge", "eval", "event"}
+    steps = [record for record in records if record["kind"] == "step"]
+    for name in "ab":
+        clocks = [record["step"] for record in steps if record["island"] == name]
+        assert clocks == sorted(clocks)
+        assert len(clocks) > 20
+    for record in steps:
+        assert {"time", "island", "step", "tokens", "loss", "lr", "buckets", "step_s"} <= set(record)
+        assert sum(record["buckets"].values()) == pytest.approx(record["step_s"], rel=0.02, abs=1e-3)
+    for record in (record for record in records if record["kind"] == "merge"):
+        assert sum(part["weight"] for part in record["parts"]) == pytest.approx(1.0)
+    manifest = json.loads(run.dir.manifest.read_text())
+    assert manifest["run_id"] == run.status().run_id
+
+
+def test_a_finished_run_is_not_gone_on_with(finished):
+    run, _ = finished
+    done = run.command("train", "--resume", str(run.dir.root))
+    assert done.returncode == 0
+    assert done.stdout == "runs/tiny is finished: there is nothing to go on with\n"
+
+
+def test_the_commands_work_on_it(finished):
+    run, _ = finished
+    status = json.loads(run.command("status", str(run.dir.root), "--json").stdout)
+    assert {"run_id", "state", "global_step", "tokens", "target_tokens", "syncer", "islands"} <= set(status)
+    assert {"generation", "state", "pids", "merges"} <= set(status["syncer"])
+    assert {"ranks", "launcher", "supervisor", "agent", "proxy"} == set(status["islands"][0]["pids"])
+    assert run.command("export", str(run.dir.root), str(run.work / "out")).stdout == f"{run.work / 'out'}\n"
+    assert (run.work / "out" / "model.safetensors").exists()
+    again = run.command("export", str(run.dir.root), str(run.work / "out"))
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert run.command("report", str(run.dir.root)).returncode == 0
+    assert "bits per byte" in run.command("eval", str(run.dir.root), "--tasks", "").stdout
+    stopped = run.command("stop", str(run.dir.root))
+    assert (stopped.returncode, stopped.stdout) == (0, "runs/tiny: nothing of it is running\n")
