@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -43,6 +44,8 @@ POLL_S = 0.2
 GIVEN_UP = 1
 USER_ERROR = 2
 """Exit code of a learner that cannot run as it is configured: starting it again would not help."""
+
+_ERROR_LINE = re.compile(r"^(?:error: |[\w.]+(?:Error|Exception)\b).*", re.MULTILINE)
 
 State = Literal["starting", "running", "restarting", "draining", "done", "stopped", "failed"]
 
@@ -95,7 +98,8 @@ class Supervisor:
         self._config = _config_of(run, island)
         self._lock = _lock(run.status(f"supervisor.{island}").with_suffix(".lock"), island)
         self._run_id = run.run_id()
-        self._mailbox = _mailbox(SharedMemory(self._run_id).island_end(island), run.layout)
+        self._mailbox = self._open_mailbox()
+        self._log_start = 0  # where this incarnation's output begins
         self._metrics = MetricsFile(run.metrics)
         self._restarts = Restarts()
         self._status = Status()
@@ -136,14 +140,27 @@ class Supervisor:
         self._change("starting", f"took over incarnation {learner.incarnation}, which was running", learner)
         return learner
 
+    def _open_mailbox(self) -> Mailbox:
+        """The island's end of its link: it outlives learners and supervisors, so there may be one already."""
+        folder = SharedMemory(self._run_id).island_end(self._island)
+        numels = FragmentLayout.from_json(self._run.layout.read_text()).numels
+        mailbox = Mailbox.open(folder) if folder.exists() else Mailbox.create(folder, numels, inbox=True)
+        if mailbox.inbox is None or mailbox.outbox.numels != numels:
+            raise UserError(f"{folder}: its fragments are not those of the run's layout; remove it")
+        return mailbox
+
     def _launch(self) -> LearnerProcesses:
+        if not self._mailbox.is_current():
+            self._mailbox = self._open_mailbox()
+        log_file = self._run.log(self._island)
+        self._log_start = log_file.stat().st_size if log_file.exists() else 0
         self._status.incarnation = _next_incarnation(self._run.island_checkpoints(self._island))
         environment = clean_environment(os.environ)
         devices = devices_of(self._config, self._island, environment)
         learner = LearnerProcesses.start(
             launch_command(self._run.root, self._config, self._island, devices),
             rank_environment(self._config, self._island, environment),
-            self._run.log(self._island),
+            log_file,
             self._run_id,
             self._island,
             self._status.incarnation,
@@ -162,6 +179,8 @@ class Supervisor:
                 return self._ending(learner, code)
             if len(learner.ranks) < ranks and learner.find_ranks(ranks):
                 self._write_status(learner)
+            if not self._mailbox.is_current():
+                return Ending("restarting", f"its mailbox {self._mailbox.folder} was removed")
             self._observe(learner, rhythm)
             if reason := rhythm.hung(time.monotonic()):
                 return Ending("restarting", reason)
@@ -197,18 +216,21 @@ class Supervisor:
             return Ending("done", "its last updates are written")
         if said == "stopped":
             return Ending("stopped", "ended with a checkpoint, as it was asked to")
+        error = self._last_error()
         if code == USER_ERROR:
-            return Ending("failed", self._last_error(), USER_ERROR)
+            return Ending("failed", error or f"it cannot run as configured ({_in_words(code)})", USER_ERROR)
+        why = f"the learner ended with {_in_words(code)}" + (f": {error}" if error else "")
         if said == "running" and self._orders_phase() in ("stop", "finished"):
-            return Ending("stopped", f"the run ends; the learner ended with {_in_words(code)}")
-        return Ending(
-            "restarting", f"the learner ended with {_in_words(code)}; see {self._run.log(self._island)}"
-        )
+            return Ending("stopped", f"the run ends, and {why}")
+        return Ending("restarting", f"{why}; see {self._run.log(self._island)}")
 
-    def _last_error(self) -> str:
-        lines = self._run.log(self._island).read_text(errors="replace").splitlines()
-        errors = [line for line in lines if line.startswith("error: ")]
-        return errors[-1] if errors else f"it cannot run as configured; see {self._run.log(self._island)}"
+    def _last_error(self) -> str | None:
+        """The last line of this incarnation's output that tells of an error."""
+        with self._run.log(self._island).open("rb") as output:
+            output.seek(self._log_start)
+            text = output.read().decode(errors="replace")
+        errors = _ERROR_LINE.findall(text)
+        return str(errors[-1]) if errors else None
 
     def _stop(self, learner: LearnerProcesses) -> Ending:
         """Ask the ranks for a clean end; after `CLEAN_END_S`, or at a second request, the caller's kill ends
@@ -280,15 +302,6 @@ def _config_of(run: RunDir, island: str) -> RunConfig:
     if island not in names:
         raise UserError(f"{run.config}: no island '{island}'; there are {', '.join(names)}")
     return config
-
-
-def _mailbox(folder: Path, layout: Path) -> Mailbox:
-    """The island's end of its link: it outlives learners and supervisors, so there may be one already."""
-    numels = FragmentLayout.from_json(layout.read_text()).numels
-    mailbox = Mailbox.open(folder) if folder.exists() else Mailbox.create(folder, numels, inbox=True)
-    if mailbox.inbox is None or mailbox.outbox.numels != numels:
-        raise UserError(f"{folder}: its fragments are not those of the run's layout; remove it")
-    return mailbox
 
 
 def _lock(path: Path, island: str) -> int:

@@ -99,6 +99,34 @@ def test_what_cannot_run_as_configured_is_not_tried_again(run, monkeypatch):
     assert status["reason"] == "error: the moon is not in memory"
 
 
+def test_the_reason_of_a_restart_is_the_error_of_that_start(run, monkeypatch):
+    script = """
+if incarnation == 1:
+    raise ValueError("the first one")
+if incarnation == 2:
+    sys.exit(4)
+report("drained", 3)
+"""
+    supervise(run, monkeypatch, script)
+    first, second = reasons(run, "learner_restarting")
+    assert "exit code 1: ValueError: the first one; see" in first
+    assert "exit code 4; see" in second
+
+
+def test_a_mailbox_that_was_removed_is_made_again(run, monkeypatch):
+    script = """
+import shutil
+if incarnation == 1:
+    steps(2)
+    shutil.rmtree(sys.argv[1])
+    time.sleep(600)
+report("drained", 3)
+"""
+    code, status = supervise(run, monkeypatch, script)
+    assert (code, status["state"], status["incarnation"]) == (0, "done", 2)
+    assert "was removed" in reasons(run, "learner_restarting")[0]
+
+
 def test_it_gives_up_after_starts_in_a_row_without_a_step(run, monkeypatch):
     code, status = supervise(run, monkeypatch, "os.kill(os.getpid(), 9)")
     assert (code, status["state"], status["incarnation"], status["last_exit"]) == (1, "failed", 3, -9)
