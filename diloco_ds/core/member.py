@@ -69,7 +69,10 @@ class Member:
         self.shift = max(self.shift, self.step - most)
 
     def obstacle(self, fragment: int, version: int) -> str | None:
-        """Why it cannot contribute to a round of `fragment` at global `version`; None if it can (it is *eligible*)."""
+        """Why it cannot contribute to a round of `fragment` at global `version`; None if it can (it is *eligible*).
+
+        Steps need not have been made yet: it answers after its next step, so one will have been.
+        """
         base = self.base[fragment]
         if not self.alive:
             return f"{self.name} is not alive: {self.reason}"
@@ -81,8 +84,6 @@ class Member:
             return f"{self.name} works on version {base}, too old for version {version}"
         if base <= self.merged_base[fragment]:
             return f"{self.name}'s work on version {base} is merged already"
-        if self.c_steps[fragment] <= 0:
-            return f"{self.name} has made no step on version {base}"
         return None
 
     def in_hand(self) -> float:

@@ -107,8 +107,16 @@ class Syncer:
 
     def next_deadline(self) -> float | None:
         """When `step(Tick(), ...)` is due though nothing else happens (driver's clock, seconds)."""
-        times = [r.expires if r.closes is None else r.closes for r in self._rounds.values()]
-        deadline = min([*times, self._roster.next_expiry])
+        times = [self._roster.next_expiry]
+        if self._phase == "run":
+            times += [r.expires if r.closes is None else r.closes for r in self._rounds.values()]
+        times += [
+            m.last_heard + m.lease(self._roster.lease)
+            for m in self._roster
+            if (m.leaving and not self._holds_work(m.name))
+            or (self._phase == "drain" and m.phase == "drained")
+        ]
+        deadline = min(times)
         return None if deadline == float("inf") else deadline
 
     def restore(
