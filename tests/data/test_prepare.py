@@ -11,6 +11,7 @@ from rich.console import Console
 from tiny_run import tiny_config, tiny_run_file, tiny_text
 from transformers import AutoTokenizer
 
+from diloco_ds.config import Island
 from diloco_ds.data import prepare as preparation
 from diloco_ds.data.prepare import prepare
 from diloco_ds.data.prepared import Prepared
@@ -85,9 +86,9 @@ def test_prepared_once_and_for_the_same_content_only(tmp_path, monkeypatch):
         != first.digest
     )
     changed = tiny_config(tmp_path / "changed", data={"cache_dir": config.data.cache_dir})
-    Path(str(changed.data.sources[0].files)).write_text(json.dumps({"text": "other words " * 400}) * 2)
-    with pytest.raises(UserError):  # another text, too short for held-out blocks: not the cached one
-        prepare(changed, tmp_path, quiet())
+    with Path(str(changed.data.sources[0].files)).open("a") as text:
+        text.write(json.dumps({"text": "one more"}) + "\n")
+    assert prepare(changed, tmp_path, quiet()).digest != first.digest
 
 
 def test_the_same_bits_elsewhere(tmp_path):
@@ -124,18 +125,17 @@ def test_nothing_held_out_is_none_and_not_a_guess(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("length", "islands", "says"),
     [
-        (
-            {"islands": [{"name": f"i{n}"} for n in range(300)], "data": {"sequence_length": 256}},
-            "fewer than there are islands",
-        ),
-        ({"data": {"sequence_length": 4096 * 4}}, "does not fill a block of 16384"),
+        (64, 800, "fills 793 blocks of 64 tokens, fewer than there are islands"),
+        (16384, 2, "does not fill a block of 16384"),
     ],
 )
-def test_too_little_text_is_one_line_and_leaves_nothing_half_made(tmp_path, change, says):
+def test_too_little_text_is_one_line_and_leaves_nothing_half_made(tmp_path, length, islands, says):
+    config = tiny_config(tmp_path, data={"sequence_length": length})
+    config = config.model_copy(update={"islands": [Island(name=f"i{n}") for n in range(islands)]})
     with pytest.raises(UserError, match=says) as error:
-        prepare(tiny_config(tmp_path, **change), tmp_path, quiet())
+        prepare(config, tmp_path, quiet())
     assert "\n" not in str(error.value)
     assert not list((tmp_path / "cache").rglob("*.partial"))
 
