@@ -19,7 +19,7 @@ from diloco_ds.rundir import SharedMemory
 
 pytestmark = pytest.mark.slow
 
-BUDGET = 300_000
+BUDGET, WARMUP = 300_000, 150_000
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def run(tmp_path):
     settings = {
         "budget": {"tokens": BUDGET},
         "deepspeed": {"gradient_accumulation_steps": 4},
-        "trainer": {"warmup_tokens": 50_000},
+        "trainer": {"warmup_tokens": WARMUP},
         "syncer": {"checkpoint_every_s": 3.0},
     }
     with live_run(tmp_path, **settings) as run:
@@ -60,22 +60,23 @@ def assert_store_equals(run, checkpoint) -> None:
 
 
 def assert_learning_rate_has_no_break(run) -> None:
-    """It is the schedule's at the global tokens, and these never fall, over all incarnations."""
-    schedule = token_schedule("cosine", {}, 50_000, BUDGET, 3e-3, "test")
+    """It rises once, over the warm-up, and falls once, over all incarnations; never faster than its schedule."""
+    schedule = token_schedule("cosine", {}, WARMUP, BUDGET, 3e-3, "test")
     for name in "ab":
-        steps = run.steps(name)
-        tokens = [record["global_tokens"] for record in steps]
-        assert tokens == sorted(tokens)
-        for record in steps[1:]:
-            assert record["lr"] <= 3e-3 * max(schedule(t) for t in tokens) * 1.001
-        rising = [record["lr"] for record in steps if record["global_tokens"] < 50_000]
-        assert rising == sorted(rising)
+        rates = [record["lr"] for record in run.steps(name)]
+        peak = rates.index(max(rates))
+        assert rates[: peak + 1] == sorted(rates[: peak + 1])
+        assert rates[peak:] == sorted(rates[peak:], reverse=True)
+        assert max(rates) == pytest.approx(3e-3, rel=0.05)
+        assert rates[-1] == pytest.approx(3e-3 * schedule(BUDGET), abs=1e-4)
+        assert {record["incarnation"] for record in run.steps(name)} >= {1, 2, 3}
 
 
 def test_stopped_killed_and_finished(run):
     run.train()
     run.until_merged_again("a", "b", since=0.0)
-    run.until(lambda: newest_checkpoint(run.dir), "a checkpoint")
+    merged_fragments = lambda: {record["fragment"] for record in run.records("merge")}  # noqa: E731
+    run.until(lambda: merged_fragments() == {0, 1, 2, 3}, "every fragment has its momentum")
 
     since = time.monotonic()
     run.press_ctrl_c()
@@ -97,7 +98,7 @@ def test_stopped_killed_and_finished(run):
         first = next(record for record in run.steps(name) if record["incarnation"] == 2)
         assert first["step"] > clocks[name]["step"]
         assert first["tokens"] > clocks[name]["tokens"]
-    assert run.status().tokens > merged
+    run.until(lambda: run.status().tokens > merged, "more is merged")
 
     everything = [*run.processes(), run.conductor]
     for process in everything:
@@ -105,7 +106,8 @@ def test_stopped_killed_and_finished(run):
     for process in everything:
         kill(process.pid)
     run.conductor.wait()
-    assert run.status().state == "dead"
+    run.conductor = None
+    run.until(lambda: run.status().state == "dead", "everything is dead")
     before = run.status().tokens
     hint = run.command("stop", str(run.dir.root))
     assert "goes on from it" in hint.stdout
