@@ -78,6 +78,13 @@ class FragmentLayout:
         """The fragment whose turn global step `step` is, or None if it is nobody's."""
         return self._turns.get(step % self.period)
 
+    def next_step(self, step: int) -> int:
+        """The first global step after `step` that serves a fragment."""
+        step += 1
+        while self.fragment_at(step) is None:
+            step += 1
+        return step
+
     @cached_property
     def _turns(self) -> dict[int, int]:
         return {offset: fragment for fragment, offset in enumerate(self.offsets)}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from diloco_ds.core.events import Action, Membership, Report
+from diloco_ds.core.events import Action, Membership, Part, Report
 from diloco_ds.core.member import Member
 
 
@@ -65,6 +65,17 @@ class Roster:
                 _set_alive(member, False, f"silent for {now - member.last_heard:.1f} s", actions)
             elif member.alive:
                 self.next_expiry = min(self.next_expiry, end)
+
+    def account(self, fragment: int, asked: Iterable[str], parts: Sequence[Part]) -> None:
+        """A merge of `fragment` has taken `parts`: tokens and newest merged base of each, and who was asked in vain."""
+        merged = {part.island for part in parts}
+        for part in parts:
+            member = self._members[part.island]
+            member.merged_tokens += part.tokens
+            member.merged_base[fragment] = max(member.merged_base[fragment], part.base)
+        for name in {*asked, *merged} & self._members.keys():
+            self._members[name].merged += name in merged
+            self._members[name].missed += name not in merged
 
     def remove(self, island: str, reason: str, actions: list[Action]) -> None:
         """The island belongs to the run no longer."""

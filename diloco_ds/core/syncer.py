@@ -34,7 +34,8 @@ from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.core.grace import MovingAverage, grace_window
 from diloco_ds.core.member import STEPS_OF_SILENCE, Member
 from diloco_ds.core.roster import Roster
-from diloco_ds.core.round import FragmentState, Round
+from diloco_ds.core.round import Round
+from diloco_ds.core.rounds import Rounds
 from diloco_ds.core.view import View, view_of
 from diloco_ds.core.weights import learner_weight, normalised
 
@@ -51,13 +52,12 @@ class Syncer:
         self._exchange = exchange
         self._budget = budget
         self._in_flight = max(1, exchange.overlap)
-        self._fragments = [FragmentState() for _ in range(layout.fragments)]
         self._roster = Roster(layout.fragments, lease)
-        self._rounds: dict[int, Round] = {}  # by global step
+        self._rounds = Rounds(layout.fragments, exchange.quorum)
         self._sync_time = MovingAverage(exchange.grace.smoothing)
         self._phase: RunPhase = "run"
         self._global_step = 0
-        self._next = self._following(0)  # global step of the next round
+        self._next = self._layout.next_step(0)  # global step of the next round
         self._global_tokens = 0
         self._grace = 0.0
 
@@ -109,11 +109,11 @@ class Syncer:
         """When `step(Tick(), ...)` is due though nothing else happens (driver's clock, seconds)."""
         times = [self._roster.next_expiry]
         if self._phase == "run":
-            times += [r.expires if r.closes is None else r.closes for r in self._rounds.values()]
+            times += [r.expires if r.closes is None else r.closes for r in self._rounds]
         times += [
             m.last_heard + m.lease(self._roster.lease)
             for m in self._roster
-            if (m.leaving and not self._holds_work(m.name))
+            if (m.leaving and not self._rounds.hold_work_of(m.name))
             or (self._phase == "drain" and m.phase == "drained")
         ]
         deadline = min(times)
@@ -123,12 +123,12 @@ class Syncer:
         self, fragment: int, *, version: int, round: int, merged_tokens: int, merged_base: dict[str, int]
     ) -> None:
         """Take back, before the first event, what the store says of a fragment: all that must not be forgotten."""
-        state = self._fragments[fragment]
+        state = self._rounds.fragments[fragment]
         state.version, state.round, state.merged_tokens = version, round, merged_tokens
         for island, base in merged_base.items():
             self._roster.member(island).merged_base[fragment] = base
         self._global_step = max(self._global_step, round)
-        self._next = self._following(self._global_step)
+        self._next = self._layout.next_step(self._global_step)
         self._global_tokens = max(self._global_tokens, self.merged_tokens)
 
     def merged_base(self, fragment: int) -> dict[str, int]:
@@ -137,16 +137,16 @@ class Syncer:
 
     def fragment_tokens(self, fragment: int) -> int:
         """Tokens merged into `fragment`: kept in the store's header with every merge."""
-        return self._fragments[fragment].merged_tokens
+        return self._rounds.fragments[fragment].merged_tokens
 
     def version(self, fragment: int) -> int:
         """The newest version of `fragment`."""
-        return self._fragments[fragment].version
+        return self._rounds.fragments[fragment].version
 
     @property
     def merged_tokens(self) -> int:
         """Tokens merged into the global model: mean over the fragments."""
-        return sum(f.merged_tokens for f in self._fragments) // len(self._fragments)
+        return sum(f.merged_tokens for f in self._rounds.fragments) // len(self._rounds.fragments)
 
     @property
     def global_step(self) -> int:
@@ -167,8 +167,8 @@ class Syncer:
             global_tokens=self._global_tokens,
             grace=self._grace,
             waiting=self._waiting_for(),
-            open_rounds=tuple(self._rounds),
-            fragments=self._fragments,
+            open_rounds=tuple(round_.step for round_ in self._rounds),
+            fragments=self._rounds.fragments,
             members=self._roster,
         )
 
@@ -187,7 +187,7 @@ class Syncer:
         """K learners have reached the next global step, its fragment is free, and fewer than tau rounds are in flight."""
         if len(self._rounds) >= self._in_flight:
             return False
-        if any(r.fragment == self._fragment_at(self._next) for r in self._rounds.values()):
+        if self._rounds.of(self._next_fragment) is not None:
             return False
         return self._ready() >= self._exchange.quorum
 
@@ -196,24 +196,19 @@ class Syncer:
 
     def _open(self, now: float, actions: list[Action]) -> None:
         """Open the next round and ask everybody who can contribute, ready or not."""
-        step = self._next
+        step, fragment = self._next, self._next_fragment
         slowest = max((m.step_time for m in self._roster if m.alive), default=0.0)
         patience = max(self._roster.lease, STEPS_OF_SILENCE * slowest)
-        round_ = self._new_round(step, self._fragment_at(step), now, patience)
+        round_ = self._rounds.open(step, fragment, now, patience)
         self._global_step = step
-        self._next = self._following(step)
+        self._next = self._layout.next_step(step)
         for member in self._roster:
             member.limit_lead(self._most_reached())
             self._ask(round_, member, actions)
 
-    def _new_round(self, step: int, fragment: int, now: float, patience: float) -> Round:
-        round_ = Round(step, fragment, self._exchange.quorum, opened=now, expires=now + patience)
-        self._rounds[step] = round_
-        return round_
-
     def _ask(self, round_: Round, member: Member, actions: list[Action]) -> None:
         p = round_.fragment
-        if member.name in round_.asked or member.obstacle(p, self._fragments[p].version) is not None:
+        if member.name in round_.asked or member.obstacle(p, self._rounds.fragments[p].version) is not None:
             return
         round_.asked[member.name] = None
         member.want[p] = round_.step
@@ -222,7 +217,7 @@ class Syncer:
 
     def _receive(self, answer: Answer, now: float, actions: list[Action]) -> None:
         """An update has arrived: it counts in the open round, or is kept as late, or is dropped; always with a reason."""
-        round_ = next((r for r in self._rounds.values() if r.fragment == answer.fragment), None)
+        round_ = self._rounds.of(answer.fragment)
         if round_ is not None:
             round_.heard[answer.island] = None
         member = self._roster.get(answer.island)
@@ -249,7 +244,7 @@ class Syncer:
 
     def _forget_kept(self, answer: Answer, actions: list[Action]) -> None:
         """A newer answer takes the place of a kept one of the same base: both tell of the same steps."""
-        kept = self._fragments[answer.fragment].kept
+        kept = self._rounds.kept(answer.fragment)
         older = kept.get(answer.island)
         if older is not None and older.base == answer.base and older.update_id != answer.update_id:
             del kept[answer.island]
@@ -257,7 +252,7 @@ class Syncer:
             actions.append(Drop(answer.island, answer.fragment, older.update_id, reason))
 
     def _keep(self, answer: Answer, actions: list[Action]) -> None:
-        self._fragments[answer.fragment].kept[answer.island] = answer
+        self._rounds.kept(answer.fragment)[answer.island] = answer
         reason = (
             f"asked for round {answer.round}: kept, on version {answer.base}, for the fragment's next merge"
         )
@@ -280,12 +275,12 @@ class Syncer:
         round_.start_grace(now, self._grace)
 
     def _close_due(self, now: float, actions: list[Action]) -> None:
-        for round_ in list(self._rounds.values()):
+        for round_ in self._rounds:
             possible = sum(m.alive or m.name in round_.contributors for m in self._roster)
             merge, skip = round_.why_merge(now, self._roster.is_alive), round_.why_skip(now, possible)
             if merge is None and skip is None:
                 continue
-            del self._rounds[round_.step]
+            self._rounds.close(round_)
             if merge is not None:
                 self._merge(round_, merge, actions)
             elif skip is not None:
@@ -300,7 +295,7 @@ class Syncer:
 
     def _merge(self, round_: Round, reason: str, actions: list[Action]) -> None:
         """Everything admitted and everything kept, with normalised weights (Sec. 3.2), makes the next version."""
-        state = self._fragments[round_.fragment]
+        state = self._rounds.fragments[round_.fragment]
         chosen = [(answer, False) for answer in round_.answers.values() if answer.island in self._roster]
         chosen += [(answer, True) for answer in state.kept.values() if answer.island in self._roster]
         rule = self._exchange.merge.weights
@@ -314,46 +309,35 @@ class Syncer:
         state.version += 1
         state.round = round_.step
         state.merged_tokens += sum(part.tokens for part in parts)
-        self._account(round_, parts)
+        self._roster.account(round_.fragment, round_.asked, parts)
         shares = ", ".join(f"{p.island} {p.weight:.2f}{' (late)' if p.late else ''}" for p in parts)
         reason = f"{reason}: {shares}"
         actions.append(Merge(round_.fragment, round_.step, state.version, parts, lr_tokens, reason))
-
-    def _account(self, round_: Round, parts: tuple[Part, ...]) -> None:
-        merged = {part.island for part in parts}
-        for part in parts:
-            member = self._roster[part.island]
-            member.merged_tokens += part.tokens
-            member.merged_base[round_.fragment] = max(member.merged_base[round_.fragment], part.base)
-        for name in {*round_.asked, *merged}:
-            if name in self._roster:
-                self._roster[name].merged += name in merged
-                self._roster[name].missed += name not in merged
 
     # ---- the end of the run ----
 
     def _start_drain(self, now: float, actions: list[Action]) -> None:
         """The budget is reached with what is in hand: every island writes every fragment once more and ends."""
-        for round_ in list(self._rounds.values()):
-            del self._rounds[round_.step]
+        for round_ in self._rounds:
+            self._rounds.close(round_)
             self._skip(round_, "the run drains: taken up by the last round", actions)
-        for p in range(len(self._fragments)):
-            round_ = self._new_round(self._next + p, p, now, float("inf"))
+        for p in range(len(self._rounds.fragments)):
+            round_ = self._rounds.open(self._next + p, p, now, float("inf"))
             for member in self._roster:
                 member.want[p] = round_.step
-        self._global_step = self._next + len(self._fragments) - 1
-        self._next = self._global_step + 1
+        self._global_step = self._next + len(self._rounds.fragments) - 1
+        self._next = self._layout.next_step(self._global_step)
         reason = f"{self._global_tokens} tokens are merged or in hand, the budget is {self._budget}"
         self._set_phase("drain", reason, actions)
 
     def _finish_when_drained(self, now: float, actions: list[Action]) -> None:
         """Merge every fragment a last time when all islands have handed in what they have, or are silent."""
-        if any(self._still_writing(member, now) for member in self._roster):
+        if any(self._rounds.still_expect(member, now, self._roster.lease) for member in self._roster):
             return
         quorum = self._exchange.quorum
-        for round_ in list(self._rounds.values()):
-            del self._rounds[round_.step]
-            count = len({*round_.answers, *self._fragments[round_.fragment].kept})
+        for round_ in self._rounds:
+            self._rounds.close(round_)
+            count = len({*round_.answers, *self._rounds.kept(round_.fragment)})
             if count >= quorum:
                 self._merge(round_, "last round of the run", actions)
             else:
@@ -361,17 +345,6 @@ class Syncer:
                     Skip(round_.fragment, round_.step, f"last round: {count} answers, the quorum is {quorum}")
                 )
         self._set_phase("finished", f"{self.merged_tokens} tokens are merged", actions)
-
-    def _still_writing(self, member: Member, now: float) -> bool:
-        if member.phase == "running":
-            return member.alive
-        if member.phase != "drained" or now > member.last_heard + member.lease(self._roster.lease):
-            return False
-        return any(member.owed(r.fragment) and not self._handed_in(member, r) for r in self._rounds.values())
-
-    def _handed_in(self, member: Member, round_: Round) -> bool:
-        answers = (round_.answers.get(member.name), self._fragments[round_.fragment].kept.get(member.name))
-        return any(answer is not None and answer.round == round_.step for answer in answers)
 
     # ---- membership ----
 
@@ -381,7 +354,7 @@ class Syncer:
         if member is None:
             return False
         if self._phase == "run":
-            for round_ in self._rounds.values():
+            for round_ in self._rounds:
                 self._ask(round_, member, actions)
         due = member.reached >= self._next or now >= self._roster.next_expiry
         return due or bool(actions) or member.leaving or self._phase != "run"
@@ -395,43 +368,33 @@ class Syncer:
         member = self._roster.get(island)
         if member is not None:
             member.leaving = True
-            member.want = [self._next] * len(self._fragments)
+            member.want = [self._next] * len(self._rounds.fragments)
 
     def _give_up(self, event: Left, actions: list[Action]) -> None:
         member = self._roster.get(event.island)
         if member is None:
             return
         member.leaving, member.alive, member.reason = True, False, event.reason
-        if not self._holds_work(event.island):
+        if not self._rounds.hold_work_of(event.island):
             self._roster.remove(event.island, event.reason, actions)
 
     def _remove_left(self, now: float, actions: list[Action]) -> None:
         """Islands that have left belong to the run until their last work is merged."""
         for member in [m for m in self._roster if m.leaving]:
-            if self._holds_work(member.name):
+            if self._rounds.hold_work_of(member.name):
                 continue
-            if member.phase == "drained" and not any(map(member.owed, range(len(self._fragments)))):
+            if member.phase == "drained" and not any(map(member.owed, range(len(self._rounds.fragments)))):
                 self._roster.remove(member.name, "left, its last work is merged", actions)
             elif now > member.last_heard + member.lease(self._roster.lease):
                 self._roster.remove(member.name, f"left: {member.reason}", actions)
 
-    def _holds_work(self, island: str) -> bool:
-        in_rounds = any(island in r.answers for r in self._rounds.values())
-        return in_rounds or any(island in f.kept for f in self._fragments)
-
     # ---- small things ----
 
-    def _fragment_at(self, step: int) -> int:
-        fragment = self._layout.fragment_at(step)
-        assert fragment is not None, "rounds are opened only at steps that serve a fragment"
+    @property
+    def _next_fragment(self) -> int:
+        fragment = self._layout.fragment_at(self._next)
+        assert fragment is not None, "the next global step always serves a fragment"
         return fragment
-
-    def _following(self, step: int) -> int:
-        """The next global step after `step` that serves a fragment."""
-        step += 1
-        while self._layout.fragment_at(step) is None:
-            step += 1
-        return step
 
     def _estimate_global_tokens(self) -> None:
         now = self.merged_tokens + int(sum(member.in_hand() for member in self._roster))
