@@ -24,6 +24,7 @@ from diloco_ds.core.fragments import FragmentLayout, TensorSpec, balance
 from diloco_ds.exchange import failpoint
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.mailbox import Mailbox
+from diloco_ds.exchange.merging import Merger
 from diloco_ds.exchange.syncer_checkpoint import VERSION_GAP
 from diloco_ds.exchange.syncer_process import main
 from diloco_ds.exchange.tensor_file import file_sha256
@@ -52,6 +53,7 @@ class SyncerRun:
         self.history: dict[tuple[int, int], torch.Tensor] = {}
         """The whole payload of every (fragment, version) that was ever adopted."""
         self._pids: list[int] = []
+        Merger(self.config, self.layout)  # loads what torch.optim loads late, once for all forked syncers
         root.mkdir(parents=True)
         _write_run(self.dir, self.run_id, self.config, self.layout, specs)
 

