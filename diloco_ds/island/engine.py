@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ class Engine:
         if trainer.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
+        initial = {name: tensor.detach() for name, tensor in travelling_parameters(model).items()}
         loss_model = LossModel(model, trainer.loss_chunk)
         trained = [parameter for parameter in loss_model.parameters() if parameter.requires_grad]
         try:
@@ -85,7 +86,9 @@ class Engine:
         undo_first_step(engine.optimizer)
         if trainer.compile:
             engine.compile()
-        return cls(engine, layout)
+        started = cls(engine, layout)
+        started._begin_with(initial)
+        return started
 
     # --- the step ---
 
@@ -234,6 +237,12 @@ class Engine:
             "zero_stage": self._engine.zero_optimization_stage(),
             "precision": str(self._engine.get_data_types()[0]).removeprefix("torch."),
         }
+
+    def _begin_with(self, initial: Mapping[str, Tensor]) -> None:
+        """Make the masters the fp32 weights: DeepSpeed has made them of the rounded ones."""
+        for fragment in range(self._layout.fragments):
+            tensors = [initial[placed.spec.name].flatten() for placed in self._layout.tensors_of(fragment)]
+            self.adopt_fragment(fragment, torch.cat(tensors)).wait()
 
     def _find_slices(self) -> None:
         parameters = travelling_parameters(self._engine.module.model)

@@ -49,6 +49,14 @@ def small_model(seed=1):
 LAYOUT = balance(tensor_specs(small_model()), fragments=4, period=4)
 
 
+def flat(tensors):
+    """Every fragment of the named tensors."""
+    return [
+        torch.cat([tensors[placed.spec.name].detach().flatten() for placed in LAYOUT.tensors_of(index)])
+        for index in range(LAYOUT.fragments)
+    ]
+
+
 class Island:
     """An Engine with the views of it that DeepSpeed offers, all as flat fragments."""
 
@@ -73,15 +81,19 @@ class Island:
 
     def written(self):
         """Every fragment as the ranks write it together into shared memory."""
-        fragments = []
-        for index, numel in enumerate(LAYOUT.numels):
-            out = torch.from_file(str(self.directory / f"fragment{index}"), shared=True, size=numel)
-            assert self.engine.write_fragment(index, out).done()
-            fragments.append(out)
+        paths = [self.directory / f"fragment{index}" for index in range(LAYOUT.fragments)]
+        if self.engine.rank == 0:  # from_file writes into a file that it must make larger: not in a race
+            for path, numel in zip(paths, LAYOUT.numels, strict=True):
+                path.write_bytes(bytes(4 * numel))
         self.engine.least([0])
-        copies = [fragment.clone() for fragment in fragments]
+        fragments = [
+            torch.from_file(str(path), shared=True, size=numel)
+            for path, numel in zip(paths, LAYOUT.numels, strict=True)
+        ]
+        for index, fragment in enumerate(fragments):
+            assert self.engine.write_fragment(index, fragment).done()
         self.engine.least([0])
-        return copies
+        return [fragment.clone() for fragment in fragments]
 
     def masters(self):
         return self.flat(self.master)
@@ -94,10 +106,7 @@ class Island:
         return first + self.flat(lambda parameter: self.moment(parameter, "exp_avg_sq"))
 
     def flat(self, view):
-        return [
-            torch.cat([view(self.parameters[p.spec.name]).flatten() for p in LAYOUT.tensors_of(index)])
-            for index in range(LAYOUT.fragments)
-        ]
+        return flat({name: view(parameter) for name, parameter in self.parameters.items()})
 
     def master(self, parameter):
         if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
@@ -168,7 +177,8 @@ def first_loss(island):
 def exchange(case, directory):
     """Everything that is expected of one kind of island; a dict of what held."""
     island = Island(case, directory)
-    seen = {}
+    initial = travelling_parameters(small_model())
+    seen = {"begins with the fp32 weights": in_place(island, flat(initial))}
     loss, expected = first_loss(island)
     seen["loss is the plain loss"] = abs(loss - expected) < case["loss_tolerance"]
     island.train(steps=2)
