@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from diloco_ds.errors import UserError
+from diloco_ds.exchange import fragment_box
 from diloco_ds.exchange.fragment_box import FragmentBox
 
 NUMELS = (5, 3000, 1024)
@@ -139,6 +140,21 @@ def test_a_pin_keeps_its_version(box, tmp_path):
     assert not reader.holds(1, 0)
     assert not reader.pin(1, 0)
     assert writer.begin(1) is not None, "a pin that failed leaves nothing behind"
+
+
+def test_a_version_that_is_being_claimed_cannot_be_pinned(box, tmp_path, monkeypatch):
+    reader = FragmentBox.open(tmp_path / "box")
+    put(box, 1, 0)
+    put(box, 1, 1)
+    tried = []
+
+    def try_to_pin(place):
+        if place == "box.claimed":
+            tried.append(reader.pin(1, 0))
+
+    monkeypatch.setattr(fragment_box, "failpoint", try_to_pin)
+    assert box.begin(1) is not None
+    assert tried == [False]
 
 
 def test_pins_are_cleared_when_the_reader_restarts(box, tmp_path):

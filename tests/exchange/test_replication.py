@@ -311,6 +311,25 @@ def test_a_fragment_overwritten_on_its_way_is_given_up_and_the_newer_one_sent(en
     assert_equal_ends(ends)
 
 
+@pytest.mark.parametrize("fragment", [0, 1])
+def test_a_fragment_may_be_overwritten_at_any_moment(tmp_path, fragment):
+    """Twice in a row, so that the slot on its way is filled anew, after every possible number of steps."""
+    for steps in range(40):
+        root = tmp_path / str(steps)
+        root.mkdir()
+        ends = Ends(root)
+        ends.merge(fragment, 1)
+        pumps = itertools.cycle((ends.agent.pump, ends.proxy.pump))
+        for step in range(400):
+            if step == steps:
+                ends.merge(fragment, 2)
+                ends.merge(fragment, 3)
+            next(pumps)()
+            held = ends.island.inbox.version(fragment)
+            assert held < 0 or (ends.island.inbox.payload(fragment, held) == held).all()
+        assert ends.island.inbox.version(fragment) == 3
+
+
 def test_an_update_on_its_way_is_pinned(ends):
     ends.answer(1, 1)
     ends.settle()
