@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -29,14 +30,16 @@ class Closing:
 
     def evaluate_and_export(self) -> Iterator[str]:
         """Evaluations of snapshots that still wait, the final one with its tasks, the Hugging Face export."""
-        if not self._evaluations.idle:
-            yield "evaluation of snapshots"
-        self.failures += [f"evaluation of {snapshot} failed" for snapshot in self._evaluations.failed]
         checkpoint = newest_checkpoint(self._run)
         if checkpoint is None:
             self._fail("export", f"there is no checkpoint in {self._run.syncer_checkpoints}")
             return
-        self._errand = self._evaluations.start(checkpoint, 0, "--tasks")
+        self._evaluations.leave_out(int(json.loads((checkpoint / "state.json").read_text())["tokens"]))
+        if not self._evaluations.idle:
+            yield "evaluation of snapshots"
+        self.failures += [f"evaluation of {snapshot} failed" for snapshot in self._evaluations.failed]
+        cores = len(os.sched_getaffinity(0))
+        self._errand = self._evaluations.start(checkpoint, 0, "--tasks", "--threads", str(cores))
         yield self._named("final evaluation")
         if self._run.export.exists():  # of a conductor that was killed after it
             shutil.rmtree(self._run.export)

@@ -81,8 +81,8 @@ class Conductor:
             if part.state == "new" and not self._parts.syncer.over:
                 part.start()
         over = ", ".join(part.role for part in taken)
-        self._set_state("running", f"took over {over}" if over else "")
-        self._tell("started", self._reason or "all parts started")
+        self._set_state("preparing", "")
+        self._tell("started", f"took over {over}" if over else "all parts started")
 
     def _go_on(self) -> int:
         while not self._training_is_over():
@@ -91,11 +91,13 @@ class Conductor:
                     f"{self._stops.signal.name if self._stops.signal else 'a stop'} was received"
                 )
             self._look_after_parts()
+            if self._state == "preparing" and self._syncer_said("running", *_CLOSING):
+                self._set_state("running", "")
             if reason := self._beyond_help():
                 return self._fail(reason)
             if self._parts.syncer.state == "ended" and not self._syncer_said("finished"):
                 return self._stop(f"the syncer has stopped: {self._parts.syncer.reason}")
-            self._evaluations.poll()
+            self._evaluations.poll(begin=not self._syncer_said(*_CLOSING))
             self._screen.update()
             time.sleep(POLL_S)
         return self._finish()
@@ -223,6 +225,9 @@ class Conductor:
         fields = {"island": island} if island else {}
         self._metrics.write("event", event=event, role=role, reason=reason, **fields)
 
+
+_CLOSING = ("draining", "finished")
+"""States of a syncer that has as good as all tokens: what is evaluated now are the final weights."""
 
 _EVENTS = {"waiting": "died", "running": "restart", "ended": "ended", "failed": "given_up", "new": "created"}
 

@@ -31,8 +31,8 @@ class Evaluations:
         """No evaluation runs and none is waiting."""
         return self._running is None and not self._waiting()
 
-    def poll(self) -> None:
-        """Look after the evaluation that runs and start the next one."""
+    def poll(self, *, begin: bool = True) -> None:
+        """Look after the evaluation that runs and, if one is to `begin`, start the next."""
         if self._running is not None:
             snapshot, errand = self._running
             code = errand.exit_code()
@@ -40,13 +40,17 @@ class Evaluations:
                 return
             self._running = None
             self._close(snapshot, code, errand)
-        if waiting := self._waiting():
+        if begin and (waiting := self._waiting()):
             self._running = (waiting[0], self.start(waiting[0], LOW_PRIORITY))
 
     def start(self, weights: Path, priority: int, *options: str) -> Errand:
         """An evaluation of the weights in the snapshot or checkpoint directory `weights`."""
         command = module_command(EVALUATOR, self._run, str(weights), *options)
         return Errand(command, self._run.log(ROLE), self._run_id, ROLE, priority)
+
+    def leave_out(self, tokens: int) -> None:
+        """No evaluation of the snapshot at this number of tokens: the same weights are evaluated otherwise."""
+        shutil.rmtree(self._run.snapshots / str(tokens), ignore_errors=True)
 
     def cancel(self) -> None:
         """Kill the evaluation that runs; its snapshot waits for a later conductor."""
