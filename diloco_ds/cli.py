@@ -1,7 +1,8 @@
 """The command line, `diloco-ds COMMAND ...`. Each command is a module of `diloco_ds.commands`; a new file is a new command.
 
 A command module has a docstring (its first line is the help), `EXAMPLES` (for the end of its help), `add_arguments(parser)`
-and `run(arguments) -> int`, the exit code. It imports what is heavy inside `run`, so that help comes at once.
+and `run(arguments) -> int`, the exit code. It imports what is heavy inside `run`, so that help comes at once. One with
+subcommands of its own says `SUBCOMMANDS = True`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def _run(arguments: list[str]) -> int:
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(command_names())}"
         raise UserError(f"no command '{name}'; {hint}")
     command = _command(name)
-    given = _parser(name, command).parse_intermixed_args(rest)
+    parser = _parser(name, command)
+    has_subcommands = getattr(command, "SUBCOMMANDS", False)  # argparse can intermix positionals only without
+    given = parser.parse_args(rest) if has_subcommands else parser.parse_intermixed_args(rest)
     return int(command.run(given))
 
 

@@ -17,7 +17,7 @@ paper (docs/simulator.md).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -178,6 +178,7 @@ class TimeAccount:
     grow: float = 0.0
     restart: float = 0.0
     missing_slices: float = 0.0
+    pauses: list[tuple[float, float]] = field(default_factory=list)  # start and end of what is not training
 
     def add(self, stretch: Stretch, horizon: float) -> None:
         """Account for the part of `stretch` before `horizon` (s)."""
@@ -187,6 +188,13 @@ class TimeAccount:
             self.missing_slices += seconds * (1.0 - stretch.share)
         else:
             setattr(self, stretch.cause, getattr(self, stretch.cause) + seconds)
+            if seconds > 0:
+                self.pauses.append((stretch.start, stretch.start + seconds))
+
+    def lost(self) -> dict[str, float]:
+        """What did not train: every cause's share of the allocated time."""
+        names = ("shrink", "grow", "restart", "missing_slices")
+        return {name: getattr(self, name) / self.total for name in names}
 
     @property
     def total(self) -> float:
@@ -207,3 +215,19 @@ def account(chips: ElasticChips | RigidChips, hours: float) -> TimeAccount:
             return result
         result.add(stretch, horizon)
     raise AssertionError("stretches never end")
+
+
+def common_pause(accounts: Sequence[TimeAccount], horizon: float) -> float:
+    """Seconds before `horizon` in which every learner was paused: nobody made a step."""
+    changes = sorted(
+        (time, change)
+        for each in accounts
+        for start, end in each.pauses
+        for time, change in ((start, 1), (min(end, horizon), -1))
+    )
+    seconds, paused, since = 0.0, 0, 0.0
+    for time, change in changes:
+        if paused == len(accounts):
+            seconds += time - since
+        paused, since = paused + change, time
+    return seconds

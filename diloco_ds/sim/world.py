@@ -145,6 +145,8 @@ class World:
 
     def _feed(self, event: Report | Answer | Joined | Leave | Merged | Tick) -> None:
         if isinstance(event, Tick):
+            if self.now != self._tick_at:
+                return  # an earlier one has taken its place
             self._tick_at = float("inf")
         for action in self.syncer.step(event, self.now):
             match action:
