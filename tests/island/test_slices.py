@@ -30,11 +30,9 @@ def test_unsharded_masters_are_shared_out_evenly_and_each_element_once(count, si
     layout = balance(specs, fragments, period=8)
     owned = [[0] * numel for numel in layout.numels]
     for rank in range(count):
-        # As many ranks are counted as there are: the sum over ranks is checked by hand below.
-        whole = [0] * layout.fragments
 
-        def total(tensor, whole=whole):
-            tensor[: len(whole)] = torch.tensor(layout.numels)
+        def total(tensor):  # stands for the other ranks; what they really hold is summed up below
+            tensor[: layout.fragments] = torch.tensor(layout.numels)
 
         for index, found in enumerate(find_slices(object(), parameters, layout, ranks(rank, count, total))):
             shares = sum(part.length for part in found.owned)
