@@ -143,6 +143,14 @@ class Syncer:
         """The newest version of `fragment`."""
         return self._rounds.fragments[fragment].version
 
+    def open_fragment(self, step: int) -> int | None:
+        """The fragment of the open round that serves global step `step`; None if there is none."""
+        return next((r.fragment for r in self._rounds if r.step == step), None)
+
+    def obstacles(self, fragment: int) -> dict[str, str | None]:
+        """Per island why it could not contribute to `fragment` now; None if it could."""
+        return {m.name: m.obstacle(fragment, self.version(fragment)) for m in self._roster}
+
     @property
     def merged_tokens(self) -> int:
         """Tokens merged into the global model: mean over the fragments."""
