@@ -120,6 +120,20 @@ def train(value: dict[str, Any]) -> Draw:
     return draw
 
 
+def study(value: dict[str, Any]) -> Draw:
+    """A point a case, with the spread over the seeds."""
+
+    def draw(figure: Figure) -> None:
+        axes = _axes(figure, "held-out loss, nats per byte", "")
+        names = [f"{case['group']}: {case['name']}" for case in value["cases"]]
+        means, spreads = ([case[key] for case in value["cases"]] for key in ("mean", "spread"))
+        axes.errorbar(means, names, xerr=spreads, fmt="o", ms=3, color=COLORS[0])
+        axes.invert_yaxis()
+        axes.tick_params(axis="y", labelsize=6)
+
+    return draw
+
+
 def _axes(figure: Figure, x: str, y: str) -> Axes:
     axes: Axes = figure.subplots()
     axes.set_xlabel(x)
