@@ -288,11 +288,18 @@ class Syncer:
             merge, skip = round_.why_merge(now, self._roster.is_alive), round_.why_skip(now, possible)
             if merge is None and skip is None:
                 continue
+            if merge is None and self._contributed(round_) >= self._exchange.quorum:
+                merge = f"{skip}; with what was kept before, a quorum"
             self._rounds.close(round_)
             if merge is not None:
                 self._merge(round_, merge, actions)
             elif skip is not None:
                 self._skip(round_, skip, actions)
+
+    def _contributed(self, round_: Round) -> int:
+        """Islands of whom there is something to merge: on a slow link it comes after its round has ended, and is kept."""
+        names = {*round_.answers, *self._rounds.kept(round_.fragment)}
+        return sum(name in self._roster for name in names)
 
     def _skip(self, round_: Round, reason: str, actions: list[Action]) -> None:
         """What was answered waits for the fragment's next merge."""

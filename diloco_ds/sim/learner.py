@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -49,6 +50,35 @@ class Wire:
 
 
 @dataclass
+class Direction:
+    """One direction of a learner's wire. It carries registers, one after the other: a newer value takes the place of one
+    of the same fragment that still waits.
+
+    deliver: hears of a value and the virtual time at which it is whole at the other end.
+    """
+
+    wire: Wire
+    deliver: Callable[[Any, float], None]
+    free: float = 0.0  # virtual time from which the next value can start
+    wakes: float = -1.0  # virtual time for which its driver has planned to carry more
+    _waiting: dict[int, tuple[Any, int]] = field(default_factory=dict)
+
+    def put(self, fragment: int, value: Any, nbytes: int) -> Any:
+        """`value` is to be carried; returns the one it takes the place of, or None."""
+        replaced = self._waiting.get(fragment)
+        self._waiting[fragment] = (value, nbytes)
+        return None if replaced is None else replaced[0]
+
+    def carry(self, now: float) -> float | None:
+        """Start what can be started; returns when to call again, None if nothing waits."""
+        while self._waiting and self.free <= now:
+            value, nbytes = self._waiting.pop(next(iter(self._waiting)))
+            self.free = now + nbytes / self.wire.bytes_s
+            self.deliver(value, self.free + self.wire.latency_s)
+        return self.free if self._waiting else None
+
+
+@dataclass
 class SimLearner:
     """One learner: its clock is the product's own; only time, chips and network are modelled.
 
@@ -70,8 +100,6 @@ class SimLearner:
     account: TimeAccount = field(default_factory=TimeAccount)
     step_time: float = 0.0
     _stretch: Stretch | None = None
-    _up_free: float = 0.0
-    _down_free: float = 0.0
     _updates: int = 0
 
     def __post_init__(self) -> None:
@@ -113,19 +141,9 @@ class SimLearner:
         """The run's phase changes; visible one latency later."""
         self._run_phase = (now + self.wire.latency_s, phase)
 
-    def send_down(self, fragment: int, version: int, nbytes: int, now: float) -> float:
-        """A new global fragment starts on its way; returns when it is whole in the inbox."""
-        start = max(now, self._down_free)
-        self._down_free = start + nbytes / self.wire.bytes_s
-        arrival = self._down_free + self.wire.latency_s
-        self._arrivals[fragment].append((arrival, version))
-        return arrival
-
-    def send_up(self, nbytes: int, now: float) -> float:
-        """An answer starts on its way; returns when it is whole at the syncer."""
-        start = max(now, self._up_free)
-        self._up_free = start + nbytes / self.wire.bytes_s
-        return self._up_free + self.wire.latency_s
+    def arrives(self, fragment: int, version: int, at: float) -> None:
+        """A global fragment will be whole in the inbox at virtual time `at`."""
+        self._arrivals[fragment].append((at, version))
 
     def boundary(
         self, now: float, snapshot: Callable[[int], None], adopt: Callable[[int, int], None]

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from diloco_ds.observe.units import count, fixed
 
-_KINDS = {"dp": "data parallel", "elastic": "data parallel, elastic", "diloco": "Decoupled DiLoCo"}
+_KINDS = {"dp": "not elastic", "elastic": "elastic"}
+"""Data parallel."""
 
 
 def goodput(value: dict[str, Any]) -> list[Table]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,10 +11,16 @@ from diloco_ds.config import Exchange
 from diloco_ds.core.events import Answer, Drop, Joined, Keep, Leave, Merge, Merged, Phase, Report, Tick, Want
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.core.syncer import Syncer
-from diloco_ds.sim.learner import SimLearner
+from diloco_ds.sim.learner import Direction, SimLearner
 
 BYTES = 4
 """Bytes of an element on the wire (fp32)."""
+
+
+_Event = Report | Answer | Joined | Leave | Merged | Tick
+"""What the syncer takes in."""
+_Item = _Event | SimLearner | Direction
+"""What is due at a virtual time: an event; the end of a learner's step; a wire that can carry more."""
 
 
 class Weights(Protocol):
@@ -110,9 +116,9 @@ class World:
         self._keep_history = keep_history
         self._idle_after = idle_after
         self._horizon = 0.0
-        self._heap: list[
-            tuple[float, int, SimLearner | Report | Answer | Joined | Leave | Merged | Tick]
-        ] = []
+        self._heap: list[tuple[float, int, _Item]] = []
+        self._up = {name: Direction(each.wire, self._deliver_up) for name, each in self.learners.items()}
+        self._down = {name: Direction(each.wire, _deliver_down(each)) for name, each in self.learners.items()}
         self._pushed = 0
         self._tick_at = float("inf")
 
@@ -130,6 +136,8 @@ class World:
             self.now = time
             if isinstance(item, SimLearner):
                 self._end_step(item)
+            elif isinstance(item, Direction):
+                self._carry(item)
             else:
                 self._feed(item)
         if self.syncer.phase == "finished":
@@ -139,11 +147,11 @@ class World:
         self._note_idle(self.now)
         return self.tally
 
-    def _push(self, time: float, item: SimLearner | Report | Answer | Joined | Leave | Merged | Tick) -> None:
+    def _push(self, time: float, item: _Item) -> None:
         self._pushed += 1
         heapq.heappush(self._heap, (time, self._pushed, item))
 
-    def _feed(self, event: Report | Answer | Joined | Leave | Merged | Tick) -> None:
+    def _feed(self, event: _Event) -> None:
         if isinstance(event, Tick):
             if self.now != self._tick_at:
                 return  # an earlier one has taken its place
@@ -162,7 +170,9 @@ class World:
                         self.tally.drops.append(action)
                 case Phase():
                     self._announce()
-        if isinstance(event, Joined):
+        if isinstance(event, Merged):
+            self._broadcast(event)
+        elif isinstance(event, Joined):
             self._start(self.learners[event.island])
         elif isinstance(event, Leave):
             self._announce()
@@ -192,7 +202,7 @@ class World:
         self._push(self.now + learner.wire.latency_s, learner.report())
         for answer in answers:
             self._weights.sent(answer)
-            self._push(learner.send_up(BYTES * self.layout.numel(answer.fragment), self.now), answer)
+            self._send_up(answer)
         if learner.phase == "running":
             self._push(learner.finish_step(self.now, self._horizon), learner)
 
@@ -213,13 +223,34 @@ class World:
         if self._keep_history:
             self.tally.merges.append(merge)
             self.tally.merge_times.append(self.now)
-        done = self.now + self._merge_s
-        self._push(done, Merged(merge.fragment, merge.round, merge.version, self._merge_s))
-        for learner in self.learners.values():
+        merged = Merged(merge.fragment, merge.round, merge.version, self._merge_s)
+        self._push(self.now + self._merge_s, merged)
+
+    # ---- on the wire ----
+
+    def _send_up(self, answer: Answer) -> None:
+        direction = self._up[answer.island]
+        replaced = direction.put(answer.fragment, answer, BYTES * self.layout.numel(answer.fragment))
+        if replaced is not None:
+            reason = "replaced in the outbox before it was sent"
+            self._weights.drop(Drop(answer.island, answer.fragment, replaced.update_id, reason))
+        self._carry(direction)
+
+    def _broadcast(self, merged: Merged) -> None:
+        nbytes = BYTES * self.layout.numel(merged.fragment)
+        for name, learner in self.learners.items():
             if learner.joins <= self.now and learner.phase == "running":
-                learner.send_down(
-                    merge.fragment, merge.version, BYTES * self.layout.numel(merge.fragment), done
-                )
+                self._down[name].put(merged.fragment, merged, nbytes)
+                self._carry(self._down[name])
+
+    def _carry(self, direction: Direction) -> None:
+        again = direction.carry(self.now)
+        if again is not None and again > direction.wakes:
+            direction.wakes = again
+            self._push(again, direction)
+
+    def _deliver_up(self, answer: Answer, at: float) -> None:
+        self._push(at, answer)
 
     def _schedule_tick(self) -> None:
         deadline = self.syncer.next_deadline()
@@ -232,3 +263,7 @@ class World:
         if gap > self._idle_after:
             self.tally.idle += gap
         self.tally.last_step = now
+
+
+def _deliver_down(learner: SimLearner) -> Callable[[Merged, float], None]:
+    return lambda merged, at: learner.arrives(merged.fragment, merged.version, at)
