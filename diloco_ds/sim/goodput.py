@@ -119,7 +119,8 @@ def run_world(system: System) -> tuple[World, list[ElasticChips]]:
 
 def judge(world: World, fleets: Sequence[ElasticChips]) -> Goodput:
     """The goodput of a world that has run."""
-    learners, steps, clock = list(world.learners.values()), world.tally.steps, world.syncer.global_step
+    learners, steps = list(world.learners.values()), world.tally.steps
+    clock = world.syncer.global_step + world.rounds_in_flight  # the newest steps' rounds are still to come
     accounts = [learner.account for learner in learners]
     times, made = sum_accounts(accounts), sum(steps.values())
     useful = sum(min(count, clock) for count in steps.values()) / made if made else 1.0

@@ -109,6 +109,7 @@ class World:
         self.layout = layout
         self.syncer = Syncer(layout, exchange, budget=budget, lease=lease)
         self.learners = {learner.name: learner for learner in learners}
+        self.rounds_in_flight = max(1, exchange.overlap)
         self.tally = Tally(steps=dict.fromkeys(self.learners, 0))
         self.now = 0.0
         self._weights: Weights = weights or NoWeights()

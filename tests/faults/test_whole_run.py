@@ -142,3 +142,28 @@ def test_the_commands_work_on_it(finished):
     assert "bits per byte" in run.command("eval", str(run.dir.root), "--tasks", "").stdout
     stopped = run.command("stop", str(run.dir.root))
     assert (stopped.returncode, stopped.stdout) == (0, "runs/tiny: nothing of it is running\n")
+
+
+def test_the_plan_was_right(finished):
+    """Bytes on the wire: every fragment once, then one a merge; and the optimizer's memory, which is in its checkpoint."""
+    run, _ = finished
+    plan = json.loads(run.command("plan", str(run.run_file), "--json").stdout)
+    per_step, period = plan["wire"]["bytes_per_step"], plan["fragments"]["period"]
+    merges = json.loads(run.dir.status("syncer").read_text())["merges"]
+    for name in "ab":
+        proxy = json.loads(run.dir.status(f"proxy.{name}").read_text())
+        assert proxy["bytes_sent"] == pytest.approx(per_step * (period + merges), rel=0.05)
+        assert proxy["bytes_received"] == pytest.approx(per_step * proxy["fragments_received"], rel=0.05)
+        memory = plan["islands"][name]["rank_memory"]
+        (optimizer,) = list(run.dir.island_checkpoints(name).glob("*/*optim_states.pt"))[-1:]
+        assert optimizer.stat().st_size == pytest.approx(memory["master"] + memory["moments"], rel=0.05)
+
+
+def test_its_tape_replays(finished):
+    run, _ = finished
+    verdict = json.loads(run.command("replay", str(run.dir.root), "--json").stdout)
+    merges = run.records("merge")
+    assert verdict["identical"] is True
+    assert verdict["merges"] == len(merges)
+    last = run.command("replay", str(run.dir.root), "--explain", str(merges[-1]["round"]))
+    assert all(f"in it: {part['island']} with" in last.stdout for part in merges[-1]["parts"])
