@@ -44,8 +44,10 @@ POLL_S = 0.2
 GIVEN_UP = 1
 USER_ERROR = 2
 """Exit code of a learner that cannot run as it is configured: starting it again would not help."""
+LAST_OWN_CODE = 192
+"""Above this, DeepSpeed's launcher means a signal: 256 - number."""
 
-_ERROR_LINE = re.compile(r"^(?:error: |[\w.]+(?:Error|Exception)\b).*", re.MULTILINE)
+_ERROR_LINE = re.compile(r"^(?:\[rank\d+\]: )?((?:error: |[\w.]+(?:Error|Exception)\b).*)", re.MULTILINE)
 
 State = Literal["starting", "running", "restarting", "draining", "done", "stopped", "failed"]
 
@@ -86,6 +88,7 @@ class Ending:
     state: Literal["done", "stopped", "failed", "restarting"]
     reason: str
     exit_code: int = 0  # the supervisor's own
+    error: str | None = None  # the learner's last words, where it was not killed
 
 
 class Supervisor:
@@ -222,7 +225,8 @@ class Supervisor:
         why = f"the learner ended with {_in_words(code)}" + (f": {error}" if error else "")
         if said == "running" and self._orders_phase() in ("stop", "finished"):
             return Ending("stopped", f"the run ends, and {why}")
-        return Ending("restarting", f"{why}; see {self._run.log(self._island)}")
+        own = error if 0 < code <= LAST_OWN_CODE else None
+        return Ending("restarting", f"{why}; see {self._run.log(self._island)}", error=own)
 
     def _last_error(self) -> str | None:
         """The last line of this incarnation's output that tells of an error."""
@@ -246,7 +250,7 @@ class Supervisor:
 
     def _pause(self, ending: Ending, stepped_for_s: float | None) -> Ending:
         """Wait before the next start; returns the given ending, or a final one if there is no next start."""
-        delay = self._restarts.ended(stepped_for_s)
+        delay = self._restarts.ended(stepped_for_s, ending.error)
         if delay is None:
             return Ending(
                 "failed",
@@ -327,7 +331,7 @@ def _next_incarnation(checkpoints: Path) -> int:
 
 def _in_words(code: int) -> str:
     """An exit code; DeepSpeed's launcher gives signals as 256 - number, the system as -number."""
-    number = -code if code < 0 else 256 - code if code > 192 else None
+    number = -code if code < 0 else 256 - code if code > LAST_OWN_CODE else None
     if number is None:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):

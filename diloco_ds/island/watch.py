@@ -16,6 +16,10 @@ count anew.
 """
 
 
+SAME_ERRORS = 3
+"""So many starts that end with the same error before a step are enough."""
+
+
 class StepRhythm:
     """Finds a hung learner by its own rhythm of steps.
 
@@ -87,13 +91,19 @@ class Restarts:
         """Restarts so far."""
         self.barren = 0
         """Ends in a row without a single step before them."""
+        self._error: str | None = None
+        self._same_error = 0  # ends in a row of which it was the error
 
-    def ended(self, stepped_for_s: float | None) -> float | None:
+    def ended(self, stepped_for_s: float | None, error: str | None = None) -> float | None:
         """Seconds to wait before the next start, None = give up; `stepped_for_s`: how long it made steps,
-        None = not one.
+        None = not one. `error`: what it said when it ended by itself. The same error three times in a row
+        before a step is one that starting again does not mend.
         """
         self.barren = self.barren + 1 if stepped_for_s is None else 0
-        if self.barren >= self._give_up_after:
+        repeated = error is not None and error == self._error and stepped_for_s is None
+        self._same_error = self._same_error + 1 if repeated else 1
+        self._error = error
+        if self.barren >= self._give_up_after or self._same_error >= SAME_ERRORS:
             return None
         if stepped_for_s is not None and stepped_for_s >= self._healthy_after_s:
             self._delay_s = self._shortest_s

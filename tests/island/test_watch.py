@@ -78,3 +78,15 @@ def test_it_gives_up_after_ten_ends_in_a_row_without_a_step():
     assert all(restarts.ended(None) is not None for _ in range(9))
     assert restarts.ended(None) is None
     assert restarts.barren == 10
+
+
+def test_the_same_error_three_times_before_a_step_is_enough():
+    restarts = Restarts()
+    assert restarts.ended(None, "no such optimizer") is not None
+    assert restarts.ended(None, "no such optimizer") is not None
+    assert restarts.ended(None, "no such optimizer") is None
+    patient = Restarts()
+    errors = ["port taken", "port taken", None, "port taken", "port taken", "another"]
+    assert all(patient.ended(None, error) is not None for error in errors)
+    assert patient.ended(3.0, "another") is not None
+    assert patient.ended(3.0, "another") is not None  # it makes steps
