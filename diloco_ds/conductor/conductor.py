@@ -133,12 +133,16 @@ class Conductor:
         left, quorum = len(links) - len(lost), self._config.exchange.quorum
         if left >= quorum:
             return None
-        why = "; ".join(f"{name}: {self._reason_of(name)}" for name in lost)
+        reasons = dict.fromkeys(self._reason_of(name) for name in lost)
+        why = "; ".join(
+            f"{', '.join(name for name in lost if self._reason_of(name) == reason)}: {reason}"
+            for reason in reasons
+        )
         return f"{left} of {len(links)} islands are left, and exchange.quorum asks for {quorum}: {why}"
 
     def _reason_of(self, island: str) -> str:
         failed = [part for part in self._parts.all() if _island_of(part) == island and part.state == "failed"]
-        return failed[0].reason
+        return failed[0].reason.removeprefix("error: ")
 
     def _stop(self, reason: str) -> int:
         self._end_run("stopped", reason)
