@@ -97,6 +97,11 @@ class RunDir:
         """The HTML report."""
         return self.root / "report.html"
 
+    @property
+    def chaos(self) -> Path:
+        """The schedule of faults of a run that was started with one (YAML)."""
+        return self.root / "chaos.yaml"
+
     def status(self, role: str) -> Path:
         """Status and process ids that the process `role` writes of itself, for example 'syncer' or
         'supervisor.a'.

@@ -17,11 +17,14 @@ from diloco_ds.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from diloco_ds.chaos.schedule import Schedule
     from diloco_ds.conductor.stops import Stops
+    from diloco_ds.config import RunConfig
 
 EXAMPLES = """\
   diloco-ds train launch/quickstart.yaml
   diloco-ds train launch/quickstart.yaml budget.tokens=1000000 --run-dir /scratch/short
+  diloco-ds train launch/quickstart.yaml --chaos storm.yaml
   diloco-ds train --resume runs/quickstart"""
 
 
@@ -41,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-islands",
         action="store_true",
         help="start syncer and links alone; the islands are started where they live, with diloco-ds island",
+    )
+    parser.add_argument(
+        "--chaos",
+        type=Path,
+        metavar="S.yaml",
+        help="inject this schedule of faults from the start (diloco-ds chaos)",
     )
 
 
@@ -63,13 +72,26 @@ def _start(arguments: argparse.Namespace, stops: Stops, console: Console) -> int
     from diloco_ds.conductor.prepare import new_run
     from diloco_ds.conductor.summary import shown
     from diloco_ds.config_file import load_config
+    from diloco_ds.rundir import write_atomically
 
     config = load_config(arguments.run_file, arguments.overrides)
+    schedule = _schedule(arguments.chaos, config)
     islands = not arguments.no_islands
     run = new_run(config, arguments.run_dir, sys.argv, console, islands=islands)
     console.print(f"run directory: {shown(run.root)}", highlight=False)
+    if schedule is not None:
+        write_atomically(run.chaos, schedule.to_yaml())
     stops.interrupting = False
     return Conductor(run, config, stops, console, islands=islands).conduct()
+
+
+def _schedule(path: Path | None, config: RunConfig) -> Schedule | None:
+    """The schedule in `path`, checked before anything starts."""
+    from diloco_ds.chaos.schedule import load_schedule
+
+    if path is None:
+        return None
+    return load_schedule(path, {island.name: island.ranks for island in config.islands})
 
 
 def _resume(arguments: argparse.Namespace, stops: Stops, console: Console) -> int:
@@ -81,7 +103,7 @@ def _resume(arguments: argparse.Namespace, stops: Stops, console: Console) -> in
     from diloco_ds.observe.status_files import StatusFile, read_status_file
     from diloco_ds.rundir import RunDir
 
-    if arguments.run_file is not None or arguments.run_dir is not None:
+    if any(given is not None for given in (arguments.run_file, arguments.run_dir, arguments.chaos)):
         raise UserError("train: --resume goes on with a run as it was configured; give nothing beside it")
     run = RunDir(arguments.resume.resolve())
     read_manifest(run.root)

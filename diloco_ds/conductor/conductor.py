@@ -170,6 +170,7 @@ class Conductor:
 
     def _finish(self) -> int:
         """The run is finished: evaluate, export, leave nothing behind, report."""
+        ending.end_chaos(self._parts, self._in_a_hurry)
         closing = Closing(self._run, self._run_id, self._evaluations, self._tell)
         if not self._carry_out(closing, closing.evaluate_and_export()):
             return self._stop(f"stopped during: {self._reason}")

@@ -23,11 +23,19 @@ def end_cleanly(parts: Parts, hurry: Callable[[], bool]) -> None:
 
     What still runs afterwards is for `sweep`.
     """
+    end_chaos(parts, hurry)
     saving = [*parts.supervisors.values(), parts.syncer]
     for part in saving:
         part.signal(signal.SIGTERM)
     _wait(saving, CHECKPOINTS_WITHIN_S, hurry)
     end_rest(parts, hurry)
+
+
+def end_chaos(parts: Parts, hurry: Callable[[], bool]) -> None:
+    """End the injection of faults: what it holds stopped goes on again, and can end by itself."""
+    if parts.chaos is not None:
+        parts.chaos.signal(signal.SIGTERM)
+        _wait([parts.chaos], REST_WITHIN_S, hurry)
 
 
 def end_rest(parts: Parts, hurry: Callable[[], bool]) -> None:

@@ -23,6 +23,8 @@ class Parts:
     links: dict[str, Part]
     supervisors: dict[str, Part]
     observer: Part | None
+    chaos: Part | None
+    """Injects faults, where the run was started with a schedule of them."""
 
     @classmethod
     def of(cls, run: RunDir, config: RunConfig, *, islands: bool) -> Parts:
@@ -43,6 +45,9 @@ class Parts:
             observer=Part(run, run_id, "observer", _module("diloco_ds.observe.observer", run))
             if observed
             else None,
+            chaos=Part(run, run_id, "chaos", _module("diloco_ds.chaos.process", run))
+            if run.chaos.exists()
+            else None,
         )
 
     def all(self) -> list[Part]:
@@ -51,7 +56,7 @@ class Parts:
             self.syncer,
             *self.links.values(),
             *self.supervisors.values(),
-            *([self.observer] if self.observer else []),
+            *(part for part in (self.observer, self.chaos) if part),
         ]
 
     def take_over(self, run: RunDir) -> list[Part]:

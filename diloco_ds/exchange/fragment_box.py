@@ -173,6 +173,10 @@ class FragmentBox:
         failpoint("box.begun")
         return self._slots[fragment][slot]
 
+    def at_rest(self, fragment: int) -> bool:
+        """Whether both slots hold a whole version: nobody has begun to fill one."""
+        return min(self._version(fragment, 0), self._version(fragment, 1)) >= 0
+
     def begun(self, fragment: int) -> torch.Tensor:
         """The slot that another process has begun, for those who fill a part of it; RuntimeError without."""
         return self._slots[fragment][self._begun_slot(fragment)]

@@ -67,7 +67,10 @@ class LinkProcess:
         """The status file of this process."""
         counters = link.traffic.counters() if link else {}
         status = {"pid": os.getpid(), "started": self._started, "state": state, "island": self.island}
-        write_json(self.run_dir.status(f"{self.role}.{self.island}"), {**status, **counters})
+        try:
+            write_json(self.run_dir.status(f"{self.role}.{self.island}"), {**status, **counters})
+        except OSError as error:  # a full disk must not end the link
+            _log.warning("the status file cannot be written: %s", error)
 
     def _connect(self, channel: Channel, mailbox: Mailbox) -> Link | None:
         identity = LinkIdentity(

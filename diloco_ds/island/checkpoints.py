@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco_ds.rundir import write_json
+from diloco_ds.rundir import write_atomically, write_json
 
 MARK = "complete.json"
 _NAME = re.compile(r"i(\d{5,})-s(\d{9,})")
@@ -71,13 +71,16 @@ class IslandCheckpoints:
         (self.root / tag / MARK).unlink(missing_ok=True)
 
     def room_for_another(self, least_bytes: int) -> str | None:
-        """Why another checkpoint does not fit on the disk, or None if it does: it takes what the newest
-        takes, or `least_bytes`.
+        """Why another checkpoint cannot be written, or None if it can: it takes what the newest takes, or
+        `least_bytes`.
         """
         newest = self.newest()
         size = newest.facts.get("bytes", least_bytes) if newest else least_bytes
-        self.root.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.root).free
+        try:
+            write_atomically(self.root / ".probe", "can this disk be written?")  # no figure tells of a quota
+            free = shutil.disk_usage(self.root).free
+        except OSError as error:
+            return f"{self.root} cannot be written: {error.strerror}"
         if free > 1.1 * size:
             return None
         return f"{self.root}: {free / 1e6:.0f} MB are free, a checkpoint takes {size / 1e6:.0f} MB"
