@@ -299,7 +299,8 @@ def _study(arguments: argparse.Namespace) -> None:
 
     def tell(result: study.Result) -> None:
         value = result.to_json()
-        print(f"{value['group']}: {value['name']}: {value['mean']:.4f}", file=sys.stderr, flush=True)
+        text = f"{value['group']}: {value['name']}: {value['mean']:.4f} +- {value['spread']:.4f}"
+        print(text, file=sys.stderr, flush=True)
 
     text = tiny_model.read_text(arguments.text)
     results = study.run_study(text, seeds, arguments.steps, chosen, tell)

@@ -54,7 +54,8 @@ class RealWeights:
         buffers = len(self._optimizer.buffers)
         self._state = [[torch.zeros(numel) for _ in range(buffers)] for numel in layout.numels]
         self._scalars: list[dict[str, float]] = [{} for _ in layout.numels]
-        self._snapshots: dict[tuple[str, int], Tensor] = {}
+        self._snapshots: dict[tuple[str, int], Tensor] = {}  # of the newest answer under the base in use
+        self._outbox: dict[tuple[str, int], Tensor] = {}  # of an answer that is being written
         self._payloads: dict[tuple[str, int, int], _Payload] = {}
 
     def write_global(self, model: nn.Module) -> None:
@@ -71,11 +72,12 @@ class RealWeights:
 
     def snapshot(self, island: str, fragment: int) -> None:
         """Remember the island's fragment as of now."""
-        self._snapshots[island, fragment] = self._read(self._learners[island], fragment)
+        values = self._read(self._learners[island], fragment)
+        self._snapshots[island, fragment] = self._outbox[island, fragment] = values
 
     def sent(self, answer: Answer) -> None:
         """The newest snapshot is the payload of `answer`."""
-        values = self._snapshots[answer.island, answer.fragment]
+        values = self._outbox.pop((answer.island, answer.fragment))
         key = (answer.island, answer.fragment, answer.update_id)
         self._payloads[key] = _Payload(values, answer.base, is_gradient=False)
 

@@ -22,7 +22,7 @@ PAPER: dict[tuple[str, int], tuple[int, ...]] = {
 """Percent, for CHIPS; arXiv 2604.21428, Table 1 (one year between the interruptions of a chip)."""
 
 BASELINE_HOURS = 240.0
-LEARNER_HOURS = 96.0
+LEARNER_HOURS = 192.0
 """Learners times simulated hours of a cell: the more learners a system has, the less its goodput scatters."""
 STEP_S = 30.0
 """Inner step in a cell, seconds. A learner never waits, so its goodput does not depend on it."""

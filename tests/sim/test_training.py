@@ -120,6 +120,19 @@ def test_a_late_answer_counts_against_its_own_base():
     assert global_weight(weights) == [3.0, 3.0]
 
 
+def test_a_fragment_answered_and_adopted_at_one_boundary_is_sent_as_it_was_before():
+    weights, models = hand_driven()
+    answer(weights, "a", 1)
+    weights.merge(merge(1, ("a", 1, 0)))
+    models["b"].data[:] = 7.0
+    weights.snapshot("b", 0)
+    weights.adopt("b", 0, 1)
+    weights.sent(Answer("b", 1, 0, 1, 0, 1, 10, 2))
+    weights.keep(Keep("b", 0, 2, 0, ""))
+    weights.merge(merge(2, ("b", 2, 0)))
+    assert global_weight(weights) == [7.0, 7.0]
+
+
 @pytest.mark.parametrize(("how", "expected"), [("overwrite", 2.0), ("mix", 3.5), ("rebase", 3.0)])
 def test_adoption(how, expected):
     weights, models = hand_driven(adoption={"how": how, "alpha": 0.5})
