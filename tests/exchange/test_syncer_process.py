@@ -318,8 +318,6 @@ def test_the_tape_and_kept_updates_give_the_same_weights_again(new_run):
             core = restored_core(run.config, run.layout, marks_of(value.state))
             marks, expected, killed_before = marks_of(value.state), [], None
             continue
-            "only the last merge of a syncer's life may be decided and not carried out"
-        )
         if kind in EVENTS:
             assert not expected, "the tape lacks actions that the core decides"
             assert killed_before is None, "only a syncer's last decision may not have been carried out"
