@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from diloco_ds.observe.plots import COLORS
 
@@ -40,7 +41,7 @@ def goodput(value: dict[str, Any]) -> Draw:
             parts = [good if cause == "goodput" else lost.get(cause, 0.0) for good, lost in bars.values()]
             axes.bar(list(bars), parts, bottom=bottom, color=color, label=cause.replace("_", " "))
             bottom = [below + part for below, part in zip(bottom, parts, strict=True)]
-        axes.legend(loc="lower right")
+        figure.legend(loc="outside right upper")
 
     return draw
 
@@ -101,6 +102,8 @@ def bandwidth(value: dict[str, Any]) -> Draw:
                 label = method.replace("_", " ")
                 axes.plot([point["at"] for point in points], shares, color=color, label=label)
             axes.set_xscale("log")
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:g}"))
             axes.set_xlabel(name)
             axes.grid(alpha=0.2)
         panels[0].set_ylabel("compute utilisation, %")
