@@ -73,7 +73,7 @@ class SyncerRun:
         self._pids.remove(pid)
         return os.waitstatus_to_exitcode(status)
 
-    def wait(self, pid: int, seconds: float = 30) -> int:
+    def wait(self, pid: int, seconds: float = 120) -> int:
         """Wait for a syncer's end."""
         deadline = time.monotonic() + seconds
         while (code := self.ended(pid)) is None:
@@ -189,7 +189,7 @@ class PlayedLearner:
     def put(self, fragment: int, values: torch.Tensor, header: bytes) -> None:
         """What the proxy does with an update that has come over the link."""
         outbox = self.mailbox.outbox
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while (slot := outbox.begin(fragment)) is None:
             assert time.monotonic() < deadline, "the syncer does not give the pinned slot free"
             time.sleep(0.001)
@@ -233,7 +233,7 @@ def learned(run: SyncerRun, island: str, fragment: int, base: int) -> torch.Tens
     return start - 0.1 * torch.randn(start.numel(), generator=torch.Generator().manual_seed(seed))
 
 
-def play(run: SyncerRun, learners, until, seconds: float = 30) -> None:
+def play(run: SyncerRun, learners, until, seconds: float = 120) -> None:
     """Let the learners step until `until()` holds."""
     deadline = time.monotonic() + seconds
     while not until():
@@ -310,7 +310,7 @@ def _be_the_syncer(run: RunDir, at: str) -> None:
 
 
 def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} does not appear"
         time.sleep(0.002)

@@ -27,7 +27,7 @@ def make(run: RunDir, program: str, endings: Endings | None = None) -> Part:
     return Part(run, RUN_ID, "worker", lambda: ([sys.executable, "-c", program], dict(os.environ)), endings)
 
 
-def until(condition, within_s: float = 20.0):
+def until(condition, within_s: float = 120.0):
     deadline = time.monotonic() + within_s
     while not (value := condition()):
         assert time.monotonic() < deadline

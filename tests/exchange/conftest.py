@@ -47,7 +47,7 @@ def killed_when() -> Callable[[Callable[[], bool], Callable[[], None]], None]:
     def run(condition: Callable[[], bool], body: Callable[[], None]) -> None:
         pid = _run_child(body)
         try:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while not condition():
                 assert time.monotonic() < deadline
         finally:
@@ -86,7 +86,7 @@ def in_child() -> Callable[[Callable[[], None]], Callable[[], None]]:
 def wait_until() -> Callable[..., None]:
     """`wait_until(condition, what, seconds)`: poll until it holds; the test fails after `seconds`."""
 
-    def wait(condition: Callable[[], bool], what: str = "condition", seconds: float = 30) -> None:
+    def wait(condition: Callable[[], bool], what: str = "condition", seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"not within {seconds} s: {what}"

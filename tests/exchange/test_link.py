@@ -36,7 +36,7 @@ class LiveLink:
         self.run_id = f"test-link-{os.getpid()}"
         self.run = RunDir(root)
         self.shared = SharedMemory(self.run_id)
-        self.wait_until = partial(wait_until, seconds=60)
+        self.wait_until = partial(wait_until, seconds=180)
         self.log = open(root / "link.log", "a+b")  # noqa: SIM115 (closed by `close`)
         manifest = {"run_id": self.run_id, "model": {"layout_digest": "layout"}}
         self.run.manifest.write_text(json.dumps(manifest))

@@ -41,7 +41,7 @@ class Copy:
         return self.ended.is_set()
 
 
-def wait_for(condition, seconds=10):
+def wait_for(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -20,7 +20,7 @@ for each in ranks: each.wait()
 """
 
 
-def wait_for(condition, seconds=20):
+def wait_for(condition, seconds=90):
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline, "the condition did not come true in time"
