@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,9 @@ from rich.console import Console
 
 from diloco_ds.conductor import ending, lock, marks
 from diloco_ds.conductor.closing import Closing
+from diloco_ds.conductor.elsewhere import host_of
 from diloco_ds.conductor.evaluations import Evaluations
+from diloco_ds.conductor.joining import Members
 from diloco_ds.conductor.part import Part
 from diloco_ds.conductor.parts import Parts
 from diloco_ds.conductor.screen import Screen
@@ -46,7 +49,10 @@ class Conductor:
         self._run, self._config, self._stops = run, config, stops
         self._run_id = run.run_id()
         self._metrics = MetricsFile(run.metrics)
+        self._elsewhere = not islands
+        self._hosts: dict[str, str] = {}  # of islands elsewhere, as the links know them
         self._parts = Parts.of(run, config, islands=islands)
+        self._members = Members(run, self._parts, islands=islands)
         self._evaluations = Evaluations(run, self._run_id, self._tell)
         self._screen = Screen(run, console)
         self._started = time.time()
@@ -78,7 +84,7 @@ class Conductor:
             self._parts.syncer.end("finished")
         self._clear_stale_status(taken)
         for part in self._parts.all():
-            if part.state == "new" and not self._parts.syncer.over:
+            if part.state == "new" and not self._parts.syncer.over and not self._waits_for_a_host(part):
                 part.start()
         over = ", ".join(part.role for part in taken)
         self._set_state("preparing", "")
@@ -91,6 +97,7 @@ class Conductor:
                     f"{self._stops.signal.name if self._stops.signal else 'a stop'} was received"
                 )
             self._look_after_parts()
+            self._look_after_members()
             if self._state == "preparing" and self._syncer_said("running", *_CLOSING):
                 self._set_state("running", "")
             if reason := self._beyond_help():
@@ -103,6 +110,8 @@ class Conductor:
         return self._finish()
 
     def _look_after_parts(self) -> None:
+        if self._elsewhere:
+            self._follow_islands()
         for part in self._parts.all():
             change = part.poll()
             if change is not None:
@@ -110,6 +119,31 @@ class Conductor:
                     _EVENTS[part.state], change, role=part.role.partition(".")[0], island=_island_of(part)
                 )
                 self._write_status()
+
+    def _waits_for_a_host(self, part: Part) -> bool:
+        """Whether it is the link of an island that has not said yet where it is."""
+        links = self._parts.links
+        return self._elsewhere and any(
+            part is link and host_of(self._run, name) is None for name, link in links.items()
+        )
+
+    def _follow_islands(self) -> None:
+        """Start the links of islands that have said where they are; end those of islands that have moved since."""
+        for name, link in self._parts.links.items():
+            host = host_of(self._run, name)
+            moved = host is not None and host != self._hosts.get(name)
+            if moved and link.state == "new":
+                link.start()
+                self._tell("started", f"link to {host}", role="link", island=name)
+            elif moved and name in self._hosts:
+                link.signal(signal.SIGKILL)
+            if host is not None:
+                self._hosts[name] = host
+
+    def _look_after_members(self) -> None:
+        for island, happened in self._members.poll():
+            self._tell(happened, f"island {island} has {happened}", island=island)
+            self._write_status()
 
     def _training_is_over(self) -> bool:
         """The syncer has finished and the islands have ended; islands that take too long are ended."""
@@ -216,6 +250,7 @@ class Conductor:
         records = {part.role: record for part in self._parts.all() if (record := part.record())}
         content: dict[str, Any] = {
             "pid": os.getpid(),
+            "host": socket.gethostname(),
             "started": self._started,
             "state": self._state,
             "reason": self._reason or None,

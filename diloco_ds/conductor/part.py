@@ -36,6 +36,7 @@ class Endings:
     well: frozenset[str] = frozenset()
     badly: frozenset[str] = frozenset()
     by_exit_code: bool = True  # 0: it is done, 2: it cannot run as configured
+    give_up_after: int = 10  # starts in a row that did not last
 
 
 class Part:
@@ -61,7 +62,12 @@ class Part:
         self._process: psutil.Process | None = None
         self._popen: subprocess.Popen[bytes] | None = None
         self._started_at = self._start_due = 0.0
-        self._restarts = Restarts(shortest_s=0.5, longest_s=30.0, healthy_after_s=STEADY_AFTER_S)
+        self._restarts = Restarts(
+            shortest_s=0.5,
+            longest_s=30.0,
+            healthy_after_s=STEADY_AFTER_S,
+            give_up_after=self._endings.give_up_after,
+        )
 
     @property
     def over(self) -> bool:

@@ -13,6 +13,7 @@ from diloco_ds.errors import UserError
 from diloco_ds.exchange.link_launch import clean_environment, find_mpirun
 from diloco_ds.island.deepspeed_settings import check_deepspeed
 from diloco_ds.island.launch import devices_of
+from diloco_ds.rundir import RunDir
 
 if TYPE_CHECKING:  # torch comes with it
     from diloco_ds.core.fragments import FragmentLayout
@@ -58,6 +59,21 @@ def check_ports(config: RunConfig) -> None:
             raise UserError(
                 f"islands.{island.name}.master_port: {port} is in use; choose another, or leave it out for a free one"
             )
+
+
+def check_joining(run: RunDir, config: RunConfig, island: str) -> None:
+    """UserError if `island`, the newest of `config`, cannot run on this host beside those that run already."""
+    from diloco_ds.core.fragments import FragmentLayout
+    from diloco_ds.exchange.mailbox import Mailbox
+    from diloco_ds.exchange.space import require_space
+
+    check_deepspeed(config.deepspeed_of(island))
+    devices_of(config, island, clean_environment(os.environ))
+    port = config.island(island).master_port
+    if port is not None and not _free(port):
+        raise UserError(f"master_port: {port} is in use; choose another, or leave it out for a free one")
+    numels = FragmentLayout.from_json(run.layout.read_text()).numels
+    require_space(SHARED, sum(Mailbox.file_size(numels, inbox=inbox) for inbox in (False, True)))
 
 
 def check_run_dir(run_dir: Path) -> None:

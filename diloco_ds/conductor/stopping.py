@@ -10,7 +10,8 @@ import time
 from diloco_ds.conductor import ending, lock, marks
 from diloco_ds.conductor.parts import Parts
 from diloco_ds.conductor.summary import shown
-from diloco_ds.config_file import load_config
+from diloco_ds.errors import UserError
+from diloco_ds.membership import run_config
 from diloco_ds.observe.manifest import read_manifest
 from diloco_ds.observe.status_files import StatusFile, read_status_file
 from diloco_ds.rundir import RunDir, SharedMemory
@@ -27,6 +28,8 @@ def stop_run(run: RunDir, *, now: bool) -> int:
     run_id = str(read_manifest(run.root)["run_id"])
     conductor = read_status_file(run, "conductor", StatusFile)
     if conductor is not None and conductor.alive and conductor.pid is not None:
+        if conductor.elsewhere:
+            raise UserError(f"{run.root}: this run is conducted on {conductor.host}; stop it there")
         return _through_conductor(run, conductor.pid, now)
     held = lock.hold(run)
     try:
@@ -67,7 +70,7 @@ def _without_conductor(run: RunDir, run_id: str, now: bool) -> int:
         return 0
     unsaved = False
     if not now:
-        parts = Parts.of(run, load_config(run.config), islands=True)
+        parts = Parts.of(run, run_config(run), islands=True)
         parts.take_over(run)
         ending.end_cleanly(parts, lambda: False)
         said = read_status_file(run, "syncer", StatusFile)

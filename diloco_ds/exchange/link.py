@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -66,7 +67,8 @@ class LinkProcess:
     def write_status(self, state: str, link: Link | None = None) -> None:
         """The status file of this process."""
         counters = link.traffic.counters() if link else {}
-        status = {"pid": os.getpid(), "started": self._started, "state": state, "island": self.island}
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "started": self._started}
+        status = {**me, "state": state, "island": self.island}
         try:
             write_json(self.run_dir.status(f"{self.role}.{self.island}"), {**status, **counters})
         except OSError as error:  # a full disk must not end the link

@@ -23,7 +23,7 @@ _OPEN_MPI_SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_ALLOW_RUN_AS_ROOT": "1",
     "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_rmaps_default_mapping_policy": "node:oversubscribe",  # one rank a host where there are two
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_btl": "self,sm,tcp",  # probes nothing else: starts a second sooner
     "OMPI_MCA_btl_tcp_flags": "send",  # the RDMA pipeline over TCP can deadlock or crash when a peer dies

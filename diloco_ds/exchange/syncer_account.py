@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections import Counter
 from typing import Any
 
@@ -87,6 +88,7 @@ class Account:
         """Write status/syncer.json; a disk that does not take it is mentioned once."""
         status = {
             "pid": os.getpid(),
+            "host": socket.gethostname(),
             "started": self._started,
             "generation": self._generation,
             "state": state,

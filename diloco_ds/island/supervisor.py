@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from dataclasses import dataclass, field
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from diloco_ds.config import RunConfig
-from diloco_ds.config_file import load_config
 from diloco_ds.core.events import Report
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.errors import UserError
@@ -35,6 +35,7 @@ from diloco_ds.exchange.wire import OrdersRecord, ReportRecord
 from diloco_ds.island.launch import devices_of, launch_command, rank_environment
 from diloco_ds.island.learner_processes import LearnerProcesses, running_incarnations
 from diloco_ds.island.watch import Restarts, StepRhythm
+from diloco_ds.membership import run_config
 from diloco_ds.observe.metrics import MetricsFile
 from diloco_ds.rundir import RunDir, SharedMemory, write_atomically, write_json
 
@@ -71,6 +72,7 @@ class Status:
         """The file's content."""
         return {
             "pid": os.getpid(),
+            "host": socket.gethostname(),
             "started": self.started,
             "state": self.state,
             "reason": self.reason,
@@ -301,7 +303,7 @@ class Supervisor:
 def _config_of(run: RunDir, island: str) -> RunConfig:
     if not run.config.is_file():
         raise UserError(f"{run.root} is no run directory: it has no {run.config.name}")
-    config = load_config(run.config)
+    config = run_config(run)
     names = [each.name for each in config.islands]
     if island not in names:
         raise UserError(f"{run.config}: no island '{island}'; there are {', '.join(names)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,8 @@ import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from diloco_ds.rundir import RunDir
+
+_ENDED_STATES = ("done", "stopped", "finished", "failed")
 
 CLOCK_SLACK_S = 2.0
 """How far the kernel's creation time of a process and the wall clock may disagree."""
@@ -28,14 +31,22 @@ class StatusFile(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     pid: int | None = None
+    host: str | None = None  # that `pid` belongs to; None: this one
     started: float = 0.0  # epoch seconds
     state: str | None = None
     reason: str | None = None
 
     @property
     def alive(self) -> bool:
-        """The process that wrote this file still runs."""
+        """The process that wrote this file still runs; of one on another host only its own word is known."""
+        if self.elsewhere:
+            return self.state not in _ENDED_STATES
         return self.pid is not None and is_alive(self.pid, self.started)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Written on another host."""
+        return self.host is not None and self.host != socket.gethostname()
 
 
 class IslandInSyncer(BaseModel):
@@ -87,8 +98,10 @@ class SupervisorFile(StatusFile):
     written: float = 0.0  # epoch seconds; filled in from the file
 
     def living(self, pid: int | None) -> int | None:
-        """`pid`, if it is still the process that was meant when the file was written."""
-        return pid if pid is not None and is_alive(pid, self.written) else None
+        """`pid`, if it is still the process that was meant when the file was written; as `alive`."""
+        if pid is None or (self.elsewhere and self.alive):
+            return pid
+        return pid if not self.elsewhere and is_alive(pid, self.written) else None
 
 
 File = TypeVar("File", bound=StatusFile)
