@@ -45,6 +45,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return _with_absolute_paths(config, path.resolve().parent)
 
 
+def settings_tree(overrides: Sequence[str]) -> dict[str, Any]:
+    """What `overrides` such as `ranks=2` or `deepspeed.gradient_clipping=1.0` say, as a tree. UserError, one line."""
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        _override(tree, override)
+    return tree
+
+
 def save_config(config: RunConfig, path: Path) -> None:
     """Write `config` to `path` as YAML that `load_config` reads back equal."""
     write_atomically(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120))

@@ -98,6 +98,11 @@ class RunDir:
         return self.root / "report.html"
 
     @property
+    def islands(self) -> Path:
+        """Which islands have joined, shall leave and have left (membership.py)."""
+        return self.root / "islands"
+
+    @property
     def chaos(self) -> Path:
         """The schedule of faults of a run that was started with one (YAML)."""
         return self.root / "chaos.yaml"

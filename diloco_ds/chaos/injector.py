@@ -11,8 +11,8 @@ from typing import Any
 from diloco_ds.chaos.faults import Done, inject
 from diloco_ds.chaos.schedule import Fault, Schedule
 from diloco_ds.chaos.targets import NotThere
-from diloco_ds.config_file import load_config
 from diloco_ds.errors import UserError
+from diloco_ds.membership import run_config
 from diloco_ds.observe.metrics import MetricsFile
 from diloco_ds.observe.status import ENDED, read_status
 from diloco_ds.rundir import RunDir
@@ -29,7 +29,7 @@ def islands_of(run: RunDir) -> dict[str, int]:
     status = read_status(run.root)
     if status.state in (*ENDED, "stopping"):
         raise UserError(f"{run.root}: the run is {status.state}; faults need a live run")
-    return {island.name: island.ranks for island in load_config(run.config).islands}
+    return {island.name: island.ranks for island in run_config(run).islands}
 
 
 class Injector:

@@ -1,12 +1,14 @@
 """The process that injects the schedule of a run, `train --chaos`: `python -m diloco_ds.chaos.process RUN_DIR`.
 
-Started again it goes on behind the last fault of which the run's metrics tell.
+The schedule begins when the islands step. Started again it goes on behind the last fault of which the run's
+metrics tell.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -14,7 +16,10 @@ from diloco_ds.chaos.injector import Injector, Record, islands_of
 from diloco_ds.chaos.schedule import load_schedule
 from diloco_ds.errors import UserError
 from diloco_ds.observe.metrics import iterate_metrics
+from diloco_ds.observe.status import read_status
 from diloco_ds.rundir import RunDir
+
+POLL_S = 0.2
 
 
 class Stop:
@@ -47,6 +52,8 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    while read_status(run.root).state == "preparing" and not stop():
+        time.sleep(POLL_S)
     Injector(run, schedule, _print, first=already_done(run)).run(stop)
     return 0
 

@@ -6,8 +6,9 @@
     - {at_s: 25.5, fault: hang, target: random, seconds: 8}
     - {at_s: 40.0, fault: garbage, target: b, what: not_finite}
 
-`at_s` counts from the moment the schedule begins. A target is an island (`a`: its ranks), a part of one (`a.rank0`,
-`a.launcher`, `a.supervisor`, `a.agent`, `a.proxy`, `a.mpirun`), `syncer`, `conductor`, or `random`: an island by chance.
+`at_s` counts from the moment the schedule begins (of a run started with one: when its islands step). A target is an
+island (`a`: its ranks), a part of one (`a.rank0`, `a.launcher`, `a.supervisor`, `a.agent`, `a.proxy`, `a.mpirun`),
+`syncer`, `conductor`, or `random`: an island by chance.
 """
 
 from __future__ import annotations

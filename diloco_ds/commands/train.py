@@ -98,7 +98,7 @@ def _resume(arguments: argparse.Namespace, stops: Stops, console: Console) -> in
     from diloco_ds.conductor.conductor import Conductor
     from diloco_ds.conductor.preflight import check_host
     from diloco_ds.conductor.summary import shown
-    from diloco_ds.config_file import load_config
+    from diloco_ds.membership import run_config
     from diloco_ds.observe.manifest import read_manifest
     from diloco_ds.observe.status_files import StatusFile, read_status_file
     from diloco_ds.rundir import RunDir
@@ -107,7 +107,7 @@ def _resume(arguments: argparse.Namespace, stops: Stops, console: Console) -> in
         raise UserError("train: --resume goes on with a run as it was configured; give nothing beside it")
     run = RunDir(arguments.resume.resolve())
     read_manifest(run.root)
-    config = load_config(run.config)
+    config = run_config(run)
     before = read_status_file(run, "conductor", StatusFile)
     if before is not None and before.state == "finished" and not before.alive:
         console.print(f"{shown(run.root)} is finished: there is nothing to go on with", highlight=False)

@@ -105,6 +105,10 @@ class Syncer:
             want=tuple(member.want),
         )
 
+    def has(self, island: str) -> bool:
+        """Whether `island` belongs to the run."""
+        return island in self._roster
+
     def next_deadline(self) -> float | None:
         """When `step(Tick(), ...)` is due though nothing else happens (driver's clock, seconds)."""
         times = [self._roster.next_expiry]

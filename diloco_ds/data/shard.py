@@ -61,12 +61,22 @@ class Shard:
             raise ValueError(f"island {index} of {count}")
         self.position = position
         self._order = BlockOrder(blocks, seed)
-        self._index, self._count = index, count
+        self._first, self._stride = index, count
+
+    @classmethod
+    def backwards(cls, blocks: int, seed: int, start: int, position: int = 0) -> Shard:
+        """The share of an island that joined later: every position of the order from `start` down.
+
+        Disjoint from what others read until it meets one of them; below position 0 lie the epochs -1, -2, ...
+        """
+        shard = cls(blocks, seed, 0, 1, position)
+        shard._first, shard._stride = start, -1
+        return shard
 
     def take(self, n: int) -> list[int]:
         """The ids of the next `n` blocks."""
         first, self.position = self.position, self.position + n
-        return [self._order[place * self._count + self._index] for place in range(first, self.position)]
+        return [self._order[place * self._stride + self._first] for place in range(first, self.position)]
 
 
 def _round_keys(seed: int, epoch: int) -> list[int]:

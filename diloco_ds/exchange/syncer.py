@@ -34,6 +34,7 @@ from diloco_ds.core.syncer import Syncer
 from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.intake import Intake, Refusal
 from diloco_ds.exchange.kept_updates import KeptUpdates
+from diloco_ds.exchange.members import Members
 from diloco_ds.exchange.merging import Merger
 from diloco_ds.exchange.payloads import Payloads
 from diloco_ds.exchange.saver import Saver
@@ -65,7 +66,7 @@ class Parts:
     core: Syncer
     merger: Merger
     store: Store
-    intakes: dict[str, Intake]
+    members: Members
     tape: TapeFile
     account: Account
 
@@ -74,7 +75,8 @@ class LiveSyncer:
     """The syncer of one run. `run` returns when the run is over; `request_stop` may be called by a signal handler."""
 
     def __init__(self, parts: Parts) -> None:
-        self._core, self._store, self._intakes = parts.core, parts.store, parts.intakes
+        self._core, self._store, self._members = parts.core, parts.store, parts.members
+        self._intakes: dict[str, Intake] = {}
         self._merger, self._tenure, self._tape, self._account = (
             parts.merger,
             parts.tenure,
@@ -82,7 +84,7 @@ class LiveSyncer:
             parts.account,
         )
         self._run_id = parts.run_id
-        self._payloads = Payloads(parts.layout.fragments, lambda island, p: self._intakes[island].release(p))
+        self._payloads = Payloads(parts.layout.fragments, self._release)
         self._marks = [parts.store.mark(p) for p in range(parts.layout.fragments)]
         self._account.merges = sum(mark.merges for mark in self._marks)
         self._outliers = OutlierScreen(parts.config.exchange.merge.outlier_factor)
@@ -107,9 +109,7 @@ class LiveSyncer:
         self._account.tell(
             "started", f"generation {self._tenure.generation}, {self._facts().tokens} tokens merged"
         )
-        for island in self._intakes:
-            self._orders[island] = None
-            self._take(Joined(island))
+        self._look_at_members()
         if self._store.drain_reason() is not None:
             self._poll()
             self._take(Drain(f"the syncer before was draining: {self._store.drain_reason()}"))
@@ -126,7 +126,7 @@ class LiveSyncer:
     def _poll(self) -> bool:
         """Take in what is new in the mailboxes; whether anything was."""
         busy = False
-        for intake in self._intakes.values():
+        for intake in list(self._intakes.values()):
             busy |= self._poll_report(intake)
             for fragment in intake.changed_fragments():
                 try:
@@ -189,6 +189,11 @@ class LiveSyncer:
                 raise Refusal("outlier", f"{name}: {why}")
         elif header.base == self._marks[fragment].version - 1:
             raise Refusal("base_gone", f"{name}: version {header.base} was lost with the syncer before")
+
+    def _release(self, island: str, fragment: int) -> None:
+        """What lies in the island's outbox is settled; of one that has just left there is nothing to give free."""
+        if island in self._intakes:
+            self._intakes[island].release(fragment)
 
     # -- what is done --------------------------------------------------------------------------------------------
 
@@ -283,6 +288,9 @@ class LiveSyncer:
     def _write_orders(self) -> None:
         """Bring every island's orders up to date: levels, so only what changed is written."""
         for name, written in list(self._orders.items()):
+            if not self._core.has(name):  # it has left, and nothing of it is held any more
+                del self._orders[name], self._intakes[name]
+                continue
             orders = self._core.orders(name)
             if orders != written:
                 self._orders[name] = orders
@@ -303,7 +311,16 @@ class LiveSyncer:
         self._saver.poll(now)
         if now >= self._next_status:
             self._next_status = now + _STATUS_EVERY_S
+            self._look_at_members()
             self._write_status(self._state())
+
+    def _look_at_members(self) -> None:
+        """Islands that have joined, shall leave or have left since the last look."""
+        for event in self._members.changes(self._core.has):
+            if isinstance(event, Joined):
+                self._intakes[event.island] = self._members.open_intake(event.island)
+                self._orders[event.island] = None
+            self._take(event)
 
     def _is_over(self) -> bool:
         """Nothing more will be merged, and every island has ended, is silent, or was waited for long enough."""

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from safetensors import SafetensorError, safe_open
 
 from diloco_ds.config import RunConfig
@@ -22,6 +21,7 @@ from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.exchange.store import Mark, Store, flatten
 from diloco_ds.exchange.syncer_checkpoint import BadCheckpoint, checkpoints, restore_checkpoint
 from diloco_ds.exchange.tensor_file import file_sha256
+from diloco_ds.membership import run_config
 from diloco_ds.rundir import RunDir, SharedMemory
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def read_config(run: RunDir) -> RunConfig:
     """The resolved configuration of `run`. UserError if it is no run directory."""
     if not run.config.is_file():
         raise UserError(f"{run.root} is no run directory: it holds no config.yaml")
-    return RunConfig.model_validate(yaml.safe_load(run.config.read_text()))
+    return run_config(run)
 
 
 def read_layout(run: RunDir, manifest: dict[str, Any]) -> FragmentLayout:
@@ -85,16 +85,12 @@ def fill_with_initial(weights: Path, store: Store) -> None:
         raise UserError(f"{weights}: {error}") from error
 
 
-def open_intakes(config: RunConfig, run_id: str, layout: FragmentLayout) -> dict[str, Intake]:
-    """The syncer's end of every island's exchange, made where it is not there yet."""
-    shared = SharedMemory(run_id)
-    intakes = {}
-    for island in config.islands:
-        folder = shared.syncer_end(island.name)
-        there = folder.exists()
-        mailbox = Mailbox.open(folder) if there else Mailbox.create(folder, layout.numels, inbox=False)
-        intakes[island.name] = Intake(island.name, mailbox, run_id, layout.digest)
-    return intakes
+def open_intake(island: str, run_id: str, layout: FragmentLayout) -> Intake:
+    """The syncer's end of an island's exchange, made where it is not there yet."""
+    folder = SharedMemory(run_id).syncer_end(island)
+    there = folder.exists()
+    mailbox = Mailbox.open(folder) if there else Mailbox.create(folder, layout.numels, inbox=False)
+    return Intake(island, mailbox, run_id, layout.digest)
 
 
 def restored_core(config: RunConfig, layout: FragmentLayout, marks: Sequence[Mark]) -> Syncer:

@@ -16,11 +16,12 @@ import torch
 
 from diloco_ds.core.tape import Header
 from diloco_ds.errors import UserError
+from diloco_ds.exchange.members import Members
 from diloco_ds.exchange.merging import Merger
 from diloco_ds.exchange.syncer import LiveSyncer, Parts
 from diloco_ds.exchange.syncer_account import Account
 from diloco_ds.exchange.syncer_opening import (
-    open_intakes,
+    open_intake,
     open_store,
     read_config,
     read_layout,
@@ -60,7 +61,7 @@ def serve(run: RunDir) -> bool:
                 core=restored_core(config, layout, marks),
                 merger=merger,
                 store=store,
-                intakes=open_intakes(config, manifest["run_id"], layout),
+                members=Members(run, lambda island: open_intake(island, manifest["run_id"], layout)),
                 tape=TapeFile(run.tape, header),
                 account=Account(run, tenure.generation, config.budget.tokens),
             )

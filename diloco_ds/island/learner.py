@@ -19,7 +19,6 @@ from pathlib import Path
 from diloco_ds.core.events import LearnerPhase
 from diloco_ds.core.learner import LearnerClock
 from diloco_ds.core.schedule import token_schedule
-from diloco_ds.data.shard import Shard
 from diloco_ds.errors import UserError
 from diloco_ds.island.batches import Batches
 from diloco_ds.island.boundary import Boundary, Decision, Then
@@ -180,8 +179,7 @@ def _open_batches(run: OpenRun, engine: Engine, lead: Lead | None) -> Batches:
     engine.broadcast_start([lead.progress.data_position if lead else 0])
     (position,) = engine.broadcast_wait()
     blocks = run.data.open_train()
-    config, index = run.config, run.identity.index
-    shard = Shard(len(blocks), config.seed, index, len(config.islands), position)
+    shard = run.shard(len(blocks), position)
     sequences = engine.micro_batch * engine.grad_accumulation
     return Batches(blocks, shard, engine.rank, engine.world_size, sequences, engine.device.type == "cuda")
 

@@ -9,15 +9,16 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from diloco_ds.config_file import load_config
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.data.prepared import Prepared
+from diloco_ds.data.shard import Shard
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.island.checkpoints import IslandCheckpoints
 from diloco_ds.island.engine import Engine
 from diloco_ds.island.lead import Identity, Lead
 from diloco_ds.island.learner_processes import MARK
+from diloco_ds.membership import joining_of, joinings, run_config
 from diloco_ds.model.initial import load_initial, weights_hash
 from diloco_ds.observe.manifest import read_manifest
 from diloco_ds.rundir import RunDir, SharedMemory
@@ -32,7 +33,7 @@ class OpenRun:
     def __init__(self, root: Path, island: str) -> None:
         self.dir = RunDir(root)
         manifest = read_manifest(root)
-        self.config = load_config(self.dir.config)
+        self.config = run_config(self.dir)
         self.layout = FragmentLayout.from_json(self.dir.layout.read_text())
         self.data = Prepared.from_dict(manifest["data"])
         self.weights_sha256: str = manifest["model"]["initial_weights_sha256"]
@@ -48,6 +49,14 @@ class OpenRun:
             self.dir.island_checkpoints(island), self.config.syncer.keep_checkpoints
         )
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def shard(self, blocks: int, position: int) -> Shard:
+        """The island's share of the data, from `position` on."""
+        joining = joining_of(self.dir, self.identity.island)
+        if joining is not None:
+            return Shard.backwards(blocks, self.config.seed, joining.data_from, position)
+        count = len(self.config.islands) - len(joinings(self.dir))
+        return Shard(blocks, self.config.seed, self.identity.index, count, position)
 
     def load_model(self) -> PreTrainedModel:
         """The model with the run's initial weights; on rank 0 UserError unless their hash is the manifest's."""

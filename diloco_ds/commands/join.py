@@ -1,0 +1,34 @@
+"""Add an island to a live run: it takes the newest global weights and is merged like the others, who do not notice.
+
+It has the run's model, data and DeepSpeed settings. Of its own are the settings of an entry of `islands` in a
+run file, given as key=value: ranks=2, threads_per_rank=4, deepspeed.train_micro_batch_size_per_gpu=8.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+EXAMPLES = """\
+  diloco-ds join runs/quickstart --island c
+  diloco-ds join runs/quickstart --island c --ranks 2 deepspeed.zero_optimization.stage=3"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the island")
+    parser.add_argument("--island", required=True, metavar="NAME", help="its name, new in the run")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="DeepSpeed ranks (default 1)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Let the island join and say how to see it."""
+    from diloco_ds.conductor.joining import join
+    from diloco_ds.conductor.summary import shown
+    from diloco_ds.rundir import RunDir
+
+    settings = [f"name={arguments.island}", f"ranks={arguments.ranks}", *arguments.settings]
+    join(RunDir(arguments.run_dir.resolve()), settings)
+    print(f"island {arguments.island} joins; see diloco-ds status {shown(arguments.run_dir)} --watch")
+    return 0

@@ -1,0 +1,118 @@
+"""Who belongs to a run: the islands of its configuration, those that have joined since, and not those that have left.
+
+`config.yaml` stays as it was. What changes lies beside it, one file for each fact, made whole or not at all:
+
+    islands/NAME.yaml    NAME joins: its settings, and where it begins to read the data
+    islands/NAME.leave   NAME shall drain and leave (`diloco-ds leave`)
+    islands/NAME.left    NAME has left: its last update is merged (written by the syncer)
+
+Syncer and conductor look for new files; whoever starts anew reads them all. A name is used once in a run.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import yaml
+from pydantic import Field
+
+from diloco_ds.config import Block, Island, RunConfig
+from diloco_ds.config_file import load_config
+from diloco_ds.errors import UserError
+from diloco_ds.rundir import RunDir, write_atomically
+
+
+class Joining(Block):
+    """An island that joined a live run."""
+
+    island: Island
+    number: int = Field(ge=0, description="How many joined before it.")
+    data_from: int = Field(
+        ge=0, description="Position in the run's block order from which it reads backwards (data/shard.py)."
+    )
+
+
+def run_config(run: RunDir) -> RunConfig:
+    """The configuration of `run` with all islands that have joined, in that order, behind its own.
+
+    Those that have left are in it: an island keeps its place, and with it its ids, for the life of the run.
+    """
+    config = load_config(run.config)
+    joined = [joining.island for joining in joinings(run)]
+    return config.model_copy(update={"islands": [*config.islands, *joined]})
+
+
+def joinings(run: RunDir) -> list[Joining]:
+    """The islands that have joined, first come first."""
+    found = [Joining.model_validate(yaml.safe_load(path.read_text())) for path in run.islands.glob("*.yaml")]
+    return sorted(found, key=lambda joining: joining.number)
+
+
+def joining_of(run: RunDir, island: str) -> Joining | None:
+    """How `island` joined, None for an island of the run's own configuration."""
+    return next((joining for joining in joinings(run) if joining.island.name == island), None)
+
+
+def leaving(run: RunDir) -> set[str]:
+    """Islands that were told to leave, also those that have left."""
+    return {path.stem for path in run.islands.glob("*.leave")}
+
+
+def left(run: RunDir) -> set[str]:
+    """Islands that belong to the run no longer."""
+    return {path.stem for path in run.islands.glob("*.left")}
+
+
+def add(run: RunDir, joining: Joining) -> None:
+    """Let the island join. UserError if another one took its name or number at the same moment."""
+    text = yaml.safe_dump(joining.model_dump(mode="json"), sort_keys=False)
+    taken = {each.number for each in joinings(run)}
+    if joining.number in taken or not _write_once(run.islands / f"{joining.island.name}.yaml", text):
+        raise UserError(f"{run.root}: another island is joining just now; try again")
+
+
+def ask_to_leave(run: RunDir, island: str) -> None:
+    """Let the island drain and leave."""
+    write_atomically(run.islands / f"{island}.leave", "")
+
+
+def note_left(run: RunDir, island: str) -> None:
+    """The island belongs to the run no longer. OSError if that cannot be written."""
+    write_atomically(run.islands / f"{island}.left", "")
+
+
+def data_start(blocks: int, front: int, number: int) -> int:
+    """The position from which island `number` of those that join reads the block order backwards.
+
+    The islands of the configuration read it forwards and have reached `front`. Those that join share what is
+    left of the epoch (of the next one too, if less than half is left): the first begins at its end, each other
+    one halfway between two that are there. So nobody reads a position before it meets another reader.
+    """
+    end = (front // blocks + 1) * blocks
+    if end - front < blocks / 2:
+        end += blocks
+    return front + max(1, round(_share(number) * (end - front))) - 1
+
+
+def _share(number: int) -> float:
+    """1, 1/2, 1/4, 3/4, 1/8, 5/8, ...: each in the middle of a largest gap (van der Corput)."""
+    share, step = (0.0, 0.5) if number else (1.0, 0.0)
+    while number:
+        number, bit = divmod(number, 2)
+        share, step = share + bit * step, step / 2
+    return share
+
+
+def _write_once(path: Path, text: str) -> bool:
+    """Write a file that must not be there yet, whole; False if it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(text)
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        return False
+    finally:
+        partial.unlink()
+    return True

@@ -1,0 +1,158 @@
+"""`diloco-ds chaos`, `join` and `leave` on a live run: real faults, nobody waits, the victim is merged again."""
+
+import signal
+import statistics
+import time
+
+import pytest
+from live_run import live_run, longest_gap, written
+
+from diloco_ds.rundir import SharedMemory
+
+pytestmark = pytest.mark.slow
+
+NORMAL_STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two islands that both are merged, a schedule of faults from the start; it ends only when it is stopped."""
+    directory = tmp_path_factory.mktemp("chaos")
+    settings = {
+        "budget": {"tokens": 10**9},
+        "deepspeed": {"gradient_accumulation_steps": 24},
+        "syncer": {"checkpoint_every_s": 3.0},
+    }
+    schedule = directory / "storm.yaml"
+    schedule.write_text("faults: [{at_s: 0.5, fault: hang, target: syncer, seconds: 1}]\n")
+    with live_run(directory, **settings) as run:
+        run.train(str(run.run_file), "--chaos", str(schedule))
+        run.until(run.status, "the run directory appears")
+        run.until_merged_again("a", "b", since=0.0)
+        yield run
+
+
+def chaos(run, *arguments: str) -> tuple[float, float]:
+    """Inject a fault and wait until it is over; when it began and ended (epoch seconds)."""
+    before = time.time()
+    done = run.command("chaos", str(run.dir.root), *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    fault = next(record for record in run.records("event", event="fault") if record["time"] > before)
+    return fault["time"], time.time()
+
+
+def assert_no_gap(run, island: str, since: float, until: float) -> None:
+    normal = statistics.median(record["step_s"] for record in run.steps(island, until=since)[-20:])
+    gap = longest_gap(run.steps(island), since, until)
+    assert gap <= NORMAL_STEPS * normal, f"{gap:.2f} s without a step of {island}; normally {normal:.2f} s"
+
+
+def drops(run, kind: str) -> int:
+    return written(run, "status/syncer.json")["drops_by_reason"].get(kind, 0)
+
+
+def test_the_schedule_the_run_was_started_with_is_carried_out(run):
+    run.until(lambda: run.records("event", event="chaos_over"), "the fault of the schedule is over")
+    (fault,) = run.records("event", event="fault")
+    assert (fault["role"], fault["fault"], fault["target"]) == ("chaos", "hang", "syncer")
+
+
+def test_garbage_is_dropped_and_counted_and_never_merged(run):
+    run.until(lambda: len(run.records("merge")) > 12, "every fragment was sent twice")
+    for what, kind in (("not_finite", "not_finite"), ("outlying", "outlier")):
+        chaos(run, "--fault", "garbage", "--target", "a", "--what", what)
+        run.until(lambda kind=kind: drops(run, kind), f"{what} is dropped")
+    norms = [record["norm"] for record in run.records("merge")]
+    assert max(norms) < 100 * statistics.median(norms)
+
+
+def test_a_cut_link_stops_no_island(run):
+    since, until = chaos(run, "--fault", "cut", "--target", "a", "--seconds", "3")
+    again = run.until_merged_again("a", since=until)
+    for name in "ab":
+        assert_no_gap(run, name, since, again)
+
+
+def test_a_full_disk_stops_nothing_and_checkpoints_go_on_afterwards(run):
+    incarnations = [island.incarnation for island in run.status().islands]
+    _, until = chaos(run, "--fault", "disk", "--seconds", "7")
+    run.until_merged_again("a", "b", since=until)
+    after = run.status()
+    assert [island.incarnation for island in after.islands] == incarnations
+    assert run.records("event", event="metrics_lost"), "a limit that loses no record proves nothing"
+    newest = lambda: max(path.stat().st_mtime for path in run.dir.syncer_checkpoints.iterdir())  # noqa: E731
+    run.until(lambda: newest() > until, "a checkpoint after it")
+
+
+def test_an_island_that_is_lost_with_its_host_comes_back(run):
+    before = run.island("a")
+    since, _ = chaos(run, "--fault", "lose", "--target", "a")
+    run.until(lambda: run.island("a").incarnation == before.incarnation + 1, "another incarnation")
+    started = run.until(
+        lambda: run.records("event", event="started", role="learner", island="a", incarnation=2),
+        "it has started",
+    )
+    again = run.until_merged_again("a", since=started[0]["time"])
+    assert_no_gap(run, "b", since, again)
+    assert run.island("a").pids.supervisor != before.pids.supervisor
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["chaos", "--fault", "kil"], "chaos: --fault: no fault 'kil'; did you mean 'kill'?"),
+        (["chaos", "--fault", "kill", "--target", "x"], "chaos: --fault kill: no island 'x'"),
+        (["join", "--island", "a"], "an island a is there already; choose another name"),
+        (
+            ["join", "--island", "c", "model.checkpoint=other"],
+            "model: an island that joins has the run's model",
+        ),
+        (["leave", "x"], "no island 'x'; there are a, b"),
+    ],
+)
+def test_bad_input_is_one_line(run, arguments, expected):
+    name, *rest = arguments
+    done = run.command(name, str(run.dir.root), *rest)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert expected in done.stderr
+    assert not run.dir.islands.exists()
+
+
+def test_an_island_joins_and_another_leaves(run):
+    joined = run.command("join", str(run.dir.root), "--island", "c", "threads_per_rank=1")
+    assert joined.returncode == 0, joined.stderr
+    run.until_merged_again("c", since=0.0)
+    first = run.steps("c")[0]
+    assert first["step"] > 1, "it takes up the global step"
+    assert first["lr"] == pytest.approx(run.steps("b")[-1]["lr"], rel=0.2)
+
+    leaver = run.island("b")
+    since = time.time()
+    assert run.command("leave", str(run.dir.root), "b").returncode == 0
+    run.until(lambda: run.records("event", event="left", island="b"), "b has left")
+    last = [record for record in run.records("merge") if record["time"] > since]
+    assert "b" in {part["island"] for record in last for part in record["parts"]}, "its last work is merged"
+    run.until(lambda: not SharedMemory(run.run_id()).island_end("b").exists(), "its mailbox is removed")
+    assert not {*leaver.pids.ranks, leaver.pids.proxy} & {process.pid for process in run.processes()}
+    run.until_merged_again("a", "c")
+    assert "leaves already, or has left" in run.command("leave", str(run.dir.root), "b").stderr
+
+    syncer = run.status().syncer.pids[0]
+    chaos(run, "--fault", "syncer")
+    run.until_replaced("syncer", syncer)
+    run.until_merged_again("a", "c")
+    assert "b" not in {
+        part["island"]
+        for record in run.records("merge")
+        if record["time"] > time.time() - 1
+        for part in record["parts"]
+    }
+
+
+def test_stopped_it_leaves_nothing_and_chaos_is_refused(run):
+    run.press_ctrl_c()
+    assert run.end(within_s=60) == 128 + signal.SIGINT
+    run.assert_nothing_left()
+    done = run.command("chaos", str(run.dir.root), "--fault", "kill")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "the run is stopped; faults need a live run" in done.stderr
