@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Supervise the island; the supervisor's exit code."""
-    from diloco_ds.conductor.elsewhere import announce, clear_island
+    from diloco_ds.conductor.elsewhere import announce
+    from diloco_ds.conductor.shared_memory import remove_island_memory
     from diloco_ds.island import supervisor
     from diloco_ds.membership import run_config
     from diloco_ds.observe.manifest import read_manifest
@@ -43,4 +44,4 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return supervisor.main([str(run_dir.root), arguments.island])
     finally:
-        clear_island(run_dir, arguments.island)
+        remove_island_memory(run_dir.run_id(), arguments.island)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco_ds.rundir import RunDir, SharedMemory, write_atomically
+from diloco_ds.rundir import RunDir, write_atomically
 
 _HOST_OPTIONS = ("--host", "-host", "-H", "--hostfile", "-hostfile", "-f")
 
@@ -30,16 +29,6 @@ def link_arguments(link_args: Sequence[str], host: str) -> list[str]:
         return own
     here = socket.gethostname()
     return [*own, "--host", f"{here}:2" if host == here else f"{here}:1,{host}:1"]
-
-
-def clear_island(run: RunDir, island: str) -> None:
-    """Remove the island's shared memory on this host, and the run's folder if nothing else of it is here."""
-    memory = SharedMemory(run.run_id())
-    for folder in (memory.island_end(island), memory.link_scratch(island)):
-        shutil.rmtree(folder, ignore_errors=True)
-    for folder in (memory.root, memory.root.parent):
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
 
 
 def _file(run: RunDir, island: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterable
 from diloco_ds.conductor import marks
 from diloco_ds.conductor.part import Part
 from diloco_ds.conductor.parts import Parts
-from diloco_ds.rundir import SharedMemory
+from diloco_ds.conductor.shared_memory import remove_shared_memory
 
 CHECKPOINTS_WITHIN_S = 26.0
 """For the learners' and the syncer's checkpoints; a supervisor itself gives its learner a little less."""
@@ -51,15 +50,6 @@ def sweep(run_id: str, *, keep_shared_memory: bool = False) -> None:
     marks.kill(lambda: marks.processes_of(run_id))
     if not keep_shared_memory:
         remove_shared_memory(run_id)
-
-
-def remove_shared_memory(run_id: str) -> None:
-    """Remove the run's shared memory on this host, and the user's folder above it if no other run is in it."""
-    root = SharedMemory(run_id).root
-    if root.exists():
-        shutil.rmtree(root)
-    if root.parent.is_dir() and not any(root.parent.iterdir()):
-        root.parent.rmdir()
 
 
 def _wait(parts: Iterable[Part], seconds: float, hurry: Callable[[], bool]) -> None:
