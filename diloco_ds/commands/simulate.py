@@ -300,6 +300,7 @@ def _study(arguments: argparse.Namespace) -> None:
     def tell(result: study.Result) -> None:
         value = result.to_json()
         text = f"{value['group']}: {value['name']}: {value['mean']:.4f} +- {value['spread']:.4f}"
+        text += f", {value['trained_tokens']:.0f} tokens trained"
         print(text, file=sys.stderr, flush=True)
 
     text = tiny_model.read_text(arguments.text)

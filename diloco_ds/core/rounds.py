@@ -57,7 +57,7 @@ class Rounds:
         """
         if member.phase == "running":
             return member.alive
-        if member.phase != "drained" or now > member.last_heard + member.lease(lease):
+        if member.phase != "drained" or now >= member.last_heard + member.lease(lease):
             return False
         return any(member.owed(r.fragment) and not self._handed_in(member, r) for r in self._open.values())
 

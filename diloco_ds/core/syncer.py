@@ -60,6 +60,7 @@ class Syncer:
         self._next = self._layout.next_step(0)  # global step of the next round
         self._global_tokens = 0
         self._grace = 0.0
+        self._settled = float("-inf")  # driver's clock: everything due by then is done
 
     def step(self, event: Event, now: float) -> list[Action]:
         """Take in one event at time `now` (seconds, never falling) and say what is to be done, in order."""
@@ -93,6 +94,7 @@ class Syncer:
         elif self._phase == "drain":
             self._finish_when_drained(now, actions)
         self._remove_left(now, actions)
+        self._settled = now
         return actions
 
     def orders(self, island: str) -> Orders:
@@ -120,7 +122,7 @@ class Syncer:
             if (m.leaving and not self._rounds.hold_work_of(m.name))
             or (self._phase == "drain" and m.phase == "drained")
         ]
-        deadline = min(times)
+        deadline = min((time for time in times if time > self._settled), default=float("inf"))
         return None if deadline == float("inf") else deadline
 
     def restore(
@@ -404,7 +406,7 @@ class Syncer:
                 continue
             if member.phase == "drained" and not any(map(member.owed, range(len(self._rounds.fragments)))):
                 self._roster.remove(member.name, "left, its last work is merged", actions)
-            elif now > member.last_heard + member.lease(self._roster.lease):
+            elif now >= member.last_heard + member.lease(self._roster.lease):
                 self._roster.remove(member.name, f"left: {member.reason}", actions)
 
     # ---- small things ----

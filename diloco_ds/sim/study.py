@@ -33,10 +33,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Held-out loss of a case at the end, nats per byte, a value a seed."""
+    """Held-out loss of a case at the end, nats per byte, and the tokens trained until then: a value a seed.
+
+    A run ends by its merged tokens: a case that throws work away trains more.
+    """
 
     case: Case
     losses: list[float]
+    tokens: list[int]
 
     def to_json(self) -> dict[str, Any]:
         """Mean and spread (sample standard deviation; 0 for one seed)."""
@@ -47,6 +51,7 @@ class Result:
             "mean": fmean(self.losses),
             "spread": spread,
             "losses": self.losses,
+            "trained_tokens": fmean(self.tokens),
         }
 
 
@@ -69,7 +74,8 @@ def run_study(
     results = []
     for case in cases():
         if case.group in chosen:
-            results.append(Result(case, [_loss(text, case, steps, seed) for seed in seeds]))
+            ends = [_end(text, case, steps, seed) for seed in seeds]
+            results.append(Result(case, [loss for _, loss in ends], [tokens for tokens, _ in ends]))
             tell(results[-1])
     return results
 
@@ -79,10 +85,11 @@ def to_json(results: Sequence[Result], steps: int, seeds: Sequence[int]) -> dict
     return {"steps": steps, "seeds": list(seeds), "cases": [result.to_json() for result in results]}
 
 
-def _loss(text: Text, case: Case, steps: int, seed: int) -> float:
+def _end(text: Text, case: Case, steps: int, seed: int) -> tuple[int, float]:
+    """Tokens trained and held-out loss at the end."""
     settings = {"learners": LEARNERS, **case.settings}
     exchange = Exchange.model_validate(case.exchange)
-    return train(Training(text, steps=steps, seed=seed, exchange=exchange, **settings)).loss
+    return train(Training(text, steps=steps, seed=seed, exchange=exchange, **settings)).points[-1]
 
 
 def _cases() -> Iterator[Case]:
