@@ -32,6 +32,7 @@ from diloco_ds.core.events import (
 )
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.core.grace import MovingAverage, grace_window
+from diloco_ds.core.leaving import ask_to_leave, give_up, remove_left
 from diloco_ds.core.member import STEPS_OF_SILENCE, Member
 from diloco_ds.core.roster import Roster
 from diloco_ds.core.round import Round
@@ -78,9 +79,9 @@ class Syncer:
             case Joined():
                 self._roster.member(event.island)
             case Leave():
-                self._leave(event.island)
+                ask_to_leave(self._roster, event.island, self._next)
             case Left():
-                self._give_up(event, actions)
+                give_up(self._roster, self._rounds, event.island, event.reason, actions)
             case Drain():
                 if self._phase == "run":
                     self._estimate_global_tokens()
@@ -93,7 +94,7 @@ class Syncer:
             self._run_rounds(now, actions)
         elif self._phase == "drain":
             self._finish_when_drained(now, actions)
-        self._remove_left(now, actions)
+        remove_left(self._roster, self._rounds, now, actions)
         self._settled = now
         return actions
 
@@ -383,31 +384,6 @@ class Syncer:
     def _most_reached(self) -> int:
         """How far an island may be ahead for pacing: no burst of rounds pays back steps made while none could open."""
         return self._next - 1 + self._in_flight
-
-    def _leave(self, island: str) -> None:
-        """The island is told to drain, with a request for everything it has."""
-        member = self._roster.get(island)
-        if member is not None:
-            member.leaving = True
-            member.want = [self._next] * len(self._rounds.fragments)
-
-    def _give_up(self, event: Left, actions: list[Action]) -> None:
-        member = self._roster.get(event.island)
-        if member is None:
-            return
-        member.leaving, member.alive, member.reason = True, False, event.reason
-        if not self._rounds.hold_work_of(event.island):
-            self._roster.remove(event.island, event.reason, actions)
-
-    def _remove_left(self, now: float, actions: list[Action]) -> None:
-        """Islands that have left belong to the run until their last work is merged."""
-        for member in [m for m in self._roster if m.leaving]:
-            if self._rounds.hold_work_of(member.name):
-                continue
-            if member.phase == "drained" and not any(map(member.owed, range(len(self._rounds.fragments)))):
-                self._roster.remove(member.name, "left, its last work is merged", actions)
-            elif now >= member.last_heard + member.lease(self._roster.lease):
-                self._roster.remove(member.name, f"left: {member.reason}", actions)
 
     # ---- small things ----
 
