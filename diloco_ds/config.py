@@ -177,8 +177,8 @@ class Merge(Block):
     )
     anchor: Literal["global", "base"] = Field(
         "global",
-        description="The outer gradient is measured from the syncer's current fragment, or from the "
-        "learner's own base version.",
+        description="The outer gradient is measured from the syncer's current fragment, or from the learner's own base "
+        "version. Answers in time are on the current version, late ones are kept under their own base: so far both agree.",
     )
     late: Literal["merge_next", "drop"] = Field(
         "merge_next",
