@@ -63,11 +63,7 @@ class Conductor:
     def conduct(self) -> int:
         """Conduct the run to its end; the program's exit code."""
         with self._screen:
-            try:
-                self._begin()
-            except BaseException:
-                ending.sweep(self._run_id, keep_shared_memory=True)
-                raise
+            self._begin()
             code = self._go_on()
             self._screen.update(at_once=True)
         self._metrics.close()
@@ -83,12 +79,21 @@ class Conductor:
         if self._syncer_said("finished"):
             self._parts.syncer.end("finished")
         self._clear_stale_status(taken)
-        for part in self._parts.all():
-            if part.state == "new" and not self._parts.syncer.over and not self._waits_for_a_host(part):
-                part.start()
+        self._start_missing(sweep=not taken)
         over = ", ".join(part.role for part in taken)
         self._set_state("preparing", "")
         self._tell("started", f"took over {over}" if over else "all parts started")
+
+    def _start_missing(self, *, sweep: bool) -> None:
+        """Start every part that does not run. If that fails, with `sweep`, nothing is left running."""
+        try:
+            for part in self._parts.all():
+                if part.state == "new" and not self._parts.syncer.over and not self._waits_for_a_host(part):
+                    part.start()
+        except BaseException:
+            if sweep:
+                ending.sweep(self._run_id, keep_shared_memory=True)
+            raise
 
     def _go_on(self) -> int:
         while not self._training_is_over():

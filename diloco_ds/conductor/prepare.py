@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -78,6 +78,9 @@ def _claimed(run_dir: Path | None, name: str) -> Iterator[RunDir]:
         yield RunDir(root.resolve())
     except BaseException:
         shutil.rmtree(root)
+        if run_dir is None:
+            with suppress(OSError):  # other runs are in it
+                RUNS.rmdir()
         raise
 
 

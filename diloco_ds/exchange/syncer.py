@@ -330,8 +330,8 @@ class LiveSyncer:
         return waited or not any(island.alive for island in self._core.view().islands.values())
 
     def _end(self) -> bool:
-        state = "finished" if self._core.phase == "finished" else "stopped"
         saved = self._saver.finish()
+        state = "failed" if not saved else "finished" if self._core.phase == "finished" else "stopped"
         reason = self._stop_reason if saved else "the last checkpoint could not be written"
         self._account.tell(state, reason or f"{self._core.merged_tokens} tokens merged")
         self._write_status(state, reason)

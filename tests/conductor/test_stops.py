@@ -1,0 +1,41 @@
+"""Requests to stop: the first interrupts what is being prepared, later they are counted."""
+
+import os
+import signal
+
+import pytest
+
+from diloco_ds.conductor.stops import Stops
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def same_signals():
+    handlers = [signal.getsignal(number) for number in NUMBERS]
+    yield
+    for number, handler in zip(NUMBERS, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_while_a_run_is_prepared_it_interrupts(number):
+    stops = Stops()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
+    assert stops.exit_code == 128 + number
+
+
+def test_afterwards_they_are_counted_and_the_first_is_the_reason():
+    stops = Stops()
+    stops.interrupting = False
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    assert (stops.count, stops.signal, stops.exit_code) == (3, signal.SIGHUP, 129)
+
+
+def test_nohup_keeps_its_meaning():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stops = Stops()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert stops.count == 0
