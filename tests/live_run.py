@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -23,6 +24,8 @@ from diloco_ds.observe.metrics import MetricsFollower, Record, read_metrics
 from diloco_ds.observe.status import Status, read_status
 from diloco_ds.rundir import RunDir, SharedMemory
 
+NORMAL_STEPS = 3
+"""The longest gap between the steps of an island that nothing has happened to, in its normal steps."""
 PATIENCE_S = 180.0
 """For anything that takes seconds on a machine with nothing else to do."""
 
@@ -187,14 +190,21 @@ def live_run(directory: Path, **settings: Any) -> Iterator[LiveRun]:
         run.clean_up()
 
 
-def longest_gap(records: list[Record], since: float, until: float) -> float:
-    """Seconds of the longest time without the end of a step between two moments."""
-    moments = [
-        since,
-        *sorted(record["time"] for record in records if since <= record["time"] <= until),
-        until,
-    ]
-    return max(later - earlier for earlier, later in itertools.pairwise(moments))
+def normal_step(run: LiveRun, island: str, before: float) -> float:
+    """Seconds of a usual step of the island, of its last 20 before a moment."""
+    return statistics.median(record["step_s"] for record in run.steps(island, until=before)[-20:])
+
+
+def assert_no_gap(run: LiveRun, island: str, since: float, until: float) -> None:
+    """No time between the ends of two steps is longer than three normal steps.
+
+    Normal is what was usual before, or meanwhile if all steps have become longer since the machine is busier.
+    """
+    ends = sorted(record["time"] for record in run.steps(island, since, until))
+    gap = max(later - earlier for earlier, later in itertools.pairwise([since, *ends, until]))
+    meanwhile = [record["step_s"] for record in run.steps(island, since, until)]
+    normal = max(normal_step(run, island, since), statistics.median(meanwhile))
+    assert gap <= NORMAL_STEPS * normal, f"{gap:.2f} s without a step of {island}; normally {normal:.2f} s"
 
 
 def kill(pid: int) -> None:

@@ -5,13 +5,11 @@ import statistics
 import time
 
 import pytest
-from live_run import live_run, longest_gap, written
+from live_run import assert_no_gap, live_run, written
 
 from diloco_ds.rundir import SharedMemory
 
 pytestmark = pytest.mark.slow
-
-NORMAL_STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +37,6 @@ def chaos(run, *arguments: str) -> tuple[float, float]:
     assert done.returncode == 0, done.stdout + done.stderr
     fault = next(record for record in run.records("event", event="fault") if record["time"] > before)
     return fault["time"], time.time()
-
-
-def assert_no_gap(run, island: str, since: float, until: float) -> None:
-    normal = statistics.median(record["step_s"] for record in run.steps(island, until=since)[-20:])
-    gap = longest_gap(run.steps(island), since, until)
-    assert gap <= NORMAL_STEPS * normal, f"{gap:.2f} s without a step of {island}; normally {normal:.2f} s"
 
 
 def drops(run, kind: str) -> int:

@@ -2,17 +2,15 @@
 
 import os
 import signal
-import statistics
 import time
 
 import pytest
-from live_run import kill, live_run, longest_gap
+from live_run import assert_no_gap, kill, live_run, normal_step
 
 pytestmark = pytest.mark.slow
 
 SLOW_STEPS = {"gradient_accumulation_steps": 24}
 """Steps of some tenths of a second: a gap in them can be seen beside the noise of a small machine."""
-NORMAL_STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -25,18 +23,6 @@ def run(tmp_path_factory):
         run.until(run.status, "the run directory appears")
         run.until_merged_again("a", "b", since=0.0)
         yield run
-
-
-def normal_step(run, island: str, before: float) -> float:
-    """Seconds of a usual step of the island, of its last 20 before a moment."""
-    return statistics.median(record["step_s"] for record in run.steps(island, until=before)[-20:])
-
-
-def assert_no_gap(run, island: str, since: float, until: float) -> None:
-    gap, normal = longest_gap(run.steps(island), since, until), normal_step(run, island, since)
-    assert gap <= NORMAL_STEPS * normal, (
-        f"{gap:.2f} s without a step of {island}, whose steps take {normal:.2f} s"
-    )
 
 
 def test_with_the_whole_exchange_stopped_the_islands_keep_their_rate(run):
