@@ -18,7 +18,7 @@ def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("chaos")
     settings = {
         "budget": {"tokens": 10**9},
-        "deepspeed": {"gradient_accumulation_steps": 24},
+        "deepspeed": {"gradient_accumulation_steps": 48},
         "syncer": {"checkpoint_every_s": 3.0},
     }
     schedule = directory / "storm.yaml"

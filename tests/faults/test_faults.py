@@ -9,8 +9,8 @@ from live_run import assert_no_gap, kill, live_run, normal_step
 
 pytestmark = pytest.mark.slow
 
-SLOW_STEPS = {"gradient_accumulation_steps": 24}
-"""Steps of some tenths of a second: a gap in them can be seen beside the noise of a small machine."""
+SLOW_STEPS = {"gradient_accumulation_steps": 48}
+"""Steps of about half a second: a gap in them can be seen beside the noise of a small machine."""
 
 
 @pytest.fixture(scope="module")
