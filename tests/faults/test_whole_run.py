@@ -1,6 +1,7 @@
 """A run from `diloco-ds train` to its end: everything the user was promised is there, and it is right."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from diloco_ds.model.initial import load_initial
 from diloco_ds.observe.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
+BUDGET = 80_000
 
 pytestmark = pytest.mark.slow
 
@@ -23,13 +25,14 @@ def finished(tmp_path_factory):
     """A run that has ended, its exit code, and what it printed."""
     directory = tmp_path_factory.mktemp("whole")
     evaluation = {
-        "every_tokens": 15_000,
+        "every_tokens": BUDGET // 3,
         "tasks": ["minimal_pairs_is_are"],
         "task_dirs": [str(REPOSITORY / "eval")],
         "limit": 20,
     }
     settings = {
-        "budget": {"tokens": 40_000},
+        "budget": {"tokens": BUDGET},
+        "deepspeed": {"gradient_accumulation_steps": 4},
         "evaluation": evaluation,
         "observe": {"wandb": {"mode": "offline"}},
         "trainer": {"warmup_tokens": 2048},
@@ -46,7 +49,7 @@ def test_it_ends_well_and_leaves_nothing_behind(finished):
     run.assert_nothing_left()
     status = run.status()
     assert (status.state, status.conductor_pid) == ("finished", None)
-    assert status.tokens >= 0.95 * 40_000
+    assert status.tokens >= 0.95 * BUDGET
     assert not list(run.dir.snapshots.iterdir())
 
 
@@ -96,8 +99,9 @@ def test_the_heldout_loss_of_the_global_weights_falls(finished):
     run, _ = finished
     evaluations = run.records("eval")
     assert len(evaluations) >= 3
-    losses = [record["loss"] for record in evaluations]
-    assert losses[-1] < losses[0]
+    untrained = math.log(320)  # a guess among all entries of the vocabulary
+    assert evaluations[-1]["loss"] < min(evaluations[0]["loss"], untrained - 1.5)
+    assert evaluations[-1]["bits_per_byte"] < evaluations[-1]["loss"] / math.log(2)
     score = evaluations[-1]["tasks"]["minimal_pairs_is_are"]
     assert score["n"] == 20
     assert 0 < score["stderr"] < 0.2
@@ -111,7 +115,7 @@ def test_the_metrics_keep_their_schema(finished):
     for name in "ab":
         clocks = [record["step"] for record in steps if record["island"] == name]
         assert clocks == sorted(clocks)
-        assert len(clocks) > 20
+        assert len(clocks) > 5
     for record in steps:
         assert {"time", "island", "step", "tokens", "loss", "lr", "buckets", "step_s"} <= set(record)
         assert sum(record["buckets"].values()) == pytest.approx(record["step_s"], rel=0.02, abs=1e-3)
@@ -145,14 +149,18 @@ def test_the_commands_work_on_it(finished):
 
 
 def test_the_plan_was_right(finished):
-    """Bytes on the wire: every fragment once, then one a merge; and the optimizer's memory, which is in its checkpoint."""
+    """Bytes on the wire, fragment by fragment; and the optimizer's memory, which is in its checkpoint.
+
+    Of versions that follow one another while an island starts, only the newest is sent.
+    """
     run, _ = finished
     plan = json.loads(run.command("plan", str(run.run_file), "--json").stdout)
     per_step, period = plan["wire"]["bytes_per_step"], plan["fragments"]["period"]
     merges = json.loads(run.dir.status("syncer").read_text())["merges"]
     for name in "ab":
         proxy = json.loads(run.dir.status(f"proxy.{name}").read_text())
-        assert proxy["bytes_sent"] == pytest.approx(per_step * (period + merges), rel=0.05)
+        assert period <= proxy["fragments_sent"] <= period + merges
+        assert proxy["bytes_sent"] == pytest.approx(per_step * proxy["fragments_sent"], rel=0.05)
         assert proxy["bytes_received"] == pytest.approx(per_step * proxy["fragments_received"], rel=0.05)
         memory = plan["islands"][name]["rank_memory"]
         (optimizer,) = list(run.dir.island_checkpoints(name).glob("*/*optim_states.pt"))[-1:]
