@@ -176,9 +176,9 @@ class Merge(Block):
         description="Weight of a learner: tokens^2 / steps (Sec. 3.2), or equal for all that made a step.",
     )
     anchor: Literal["global", "base"] = Field(
-        "global",
-        description="The outer gradient is measured from the syncer's current fragment, or from the learner's own base "
-        "version. Answers in time are on the current version, late ones are kept under their own base: so far both agree.",
+        "base",
+        description="What a late answer's outer gradient is measured from: its own base version, or the syncer's "
+        "fragment at the merge. Answers in time are on the current version, where the two are one.",
     )
     late: Literal["merge_next", "drop"] = Field(
         "merge_next",

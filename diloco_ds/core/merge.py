@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,20 +25,22 @@ _NO_DIRECTION = 1e-30  # a vector this much shorter than the mean norm could not
 
 @dataclass(frozen=True)
 class MergePart:
-    """One learner's share. `values`: flat fp32, its fragment, or its outer gradient if `is_gradient`.
-
-    `base`: flat fp32, the global version its steps started from; needed only under `anchor: base`.
-    """
+    """One learner's share. `values`: flat fp32, its fragment, or its outer gradient if `is_gradient`."""
 
     weight: float
     values: Tensor
-    base: Tensor | None = None
     is_gradient: bool = False
 
 
-def late_gradient(base: Tensor, values: Tensor, out: Tensor) -> None:
-    """The outer gradient of an answer kept for a later round, under its own base: out = base - values."""
-    torch.sub(base, values, out=out)
+def late_payload(anchor: Literal["global", "base"], base: Tensor, values: Tensor) -> tuple[Tensor, bool]:
+    """What is kept of an answer that waits for its fragment's next merge, in memory of its own; is it a gradient?
+
+    `base`, `values`: flat fp32, the version the answer started from and the learner's fragment. Anchor `base`: the outer
+    gradient base - values. Anchor `global`: the values, to be measured from the fragment as it will be at the merge.
+    """
+    if anchor == "base":
+        return base - values, True
+    return values.clone(), False
 
 
 def merge_fragment(
@@ -45,19 +48,18 @@ def merge_fragment(
 ) -> None:
     """Write the merged outer gradient of a fragment into `out` (flat fp32, like `theta` and every part).
 
-    A learner's outer gradient v is its anchor minus its values, so that a descent step follows the learners;
-    the anchor is `theta`, the syncer's current fragment, or the learner's own base (`rule.anchor`). Weights
-    are normalised here. RDA (Decoupled DiLoCo, App. D.2), with phi(x) = x / ||x||:
+    A learner's outer gradient v is `theta`, the syncer's current fragment, minus its values, so that a descent step
+    follows the learners. Weights are normalised here. RDA (Decoupled DiLoCo, App. D.2), with phi(x) = x / ||x||:
         sum_m w_m ||v_m|| * phi(sum_m w_m phi(v_m))
     keeps the mean norm where a plain mean of nearly orthogonal gradients would shrink. It is taken over each
     tensor or over all non-embedding and all embedding tensors of the fragment (`rule.norm`). Where vectors
     are zero or their directions cancel there is no direction: the weighted mean is taken.
-    ValueError if all weights are zero or a base is missing. `out` must share no memory with the inputs.
+    ValueError if all weights are zero. `out` must share no memory with the inputs.
     """
     weights = normalised([part.weight for part in parts])
     scratch = theta.new_empty(flat.PIECE)
     gradients = [
-        _Gradient(weight, part.values, _anchor(part, theta, rule), scratch)
+        _Gradient(weight, part.values, None if part.is_gradient else theta, scratch)
         for weight, part in zip(weights, parts, strict=True)
         if weight > 0
     ]
@@ -83,14 +85,6 @@ class _Gradient:
             return self.values[piece]
         difference = self.scratch[: piece.stop - piece.start]
         return torch.sub(self.anchor[piece], self.values[piece], out=difference)
-
-
-def _anchor(part: MergePart, theta: Tensor, rule: Merge) -> Tensor | None:
-    if part.is_gradient:
-        return None
-    if rule.anchor == "base" and part.base is None:
-        raise ValueError("anchor 'base': a part comes without its base")
-    return part.base if rule.anchor == "base" else theta
 
 
 def _groups(layout: FragmentLayout, fragment: int, rule: Merge) -> Iterator[tuple[list[slice], str]]:

@@ -48,14 +48,13 @@ class Merger:
     def outer_gradient(self, action: Merge, payloads: Sequence[Payload], theta: torch.Tensor) -> torch.Tensor:
         """The merged outer gradient of `action`, fp32[numel], valid until the next call.
 
-        `payloads` are those of `action.parts`, in their order; `theta` is the fragment before the merge. An
-        answer that counts in its round was made on that very version, so that `theta` is its base too. Sums
+        `payloads` are those of `action.parts`, in their order; `theta` is the fragment before the merge. Sums
         are taken in the order of the islands' names: who answered first makes no difference, not in one bit.
         """
         delta = self._scratch[: theta.numel()]
         pairs = zip(action.parts, payloads, strict=True)
         parts = [
-            MergePart(part.weight, payload.values, base=theta, is_gradient=payload.is_gradient)
+            MergePart(part.weight, payload.values, payload.is_gradient)
             for part, payload in sorted(pairs, key=lambda pair: (pair[0].island, pair[0].update_id))
         ]
         merge_fragment(self._layout, action.fragment, theta, parts, self._rule, delta)

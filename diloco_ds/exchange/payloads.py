@@ -1,18 +1,18 @@
 """Payloads of the updates that the core knows of and has not settled yet.
 
 An answer that counts in its round stays where it is, in the outbox of its mailbox, pinned: nothing is copied
-until it is merged. Late ones become outer gradients in this process's memory; a killed syncer loses those,
-and nothing else.
+until it is merged. Late ones are kept in this process's memory; a killed syncer loses those, and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
 from diloco_ds.core.events import Answer, Keep, Merge
-from diloco_ds.core.merge import late_gradient
+from diloco_ds.core.merge import late_payload
 from diloco_ds.exchange.merging import Payload
 
 _Key = tuple[str, int]
@@ -20,10 +20,14 @@ _Key = tuple[str, int]
 
 
 class Payloads:
-    """By fragment, island and update id. `release(island, fragment)` unpins what lies in an outbox."""
+    """By fragment, island and update id. `release(island, fragment)` unpins what lies in an outbox; `anchor` is what
+    late updates are measured from.
+    """
 
-    def __init__(self, fragments: int, release: Callable[[str, int], None]) -> None:
-        self._release = release
+    def __init__(
+        self, fragments: int, release: Callable[[str, int], None], anchor: Literal["global", "base"]
+    ) -> None:
+        self._release, self._anchor = release, anchor
         self._held: list[dict[_Key, Payload]] = [{} for _ in range(fragments)]
         self._pinned: dict[tuple[str, int], int] = {}  # island and fragment: the update in the outbox
 
@@ -49,14 +53,12 @@ class Payloads:
         self._pinned[answer.island, answer.fragment] = answer.update_id
 
     def keep(self, action: Keep, base: torch.Tensor) -> None:
-        """Turn a late update into an outer gradient against `base`, the version it started from."""
+        """Keep a late update out of its outbox; `base` is the version it started from."""
         key = (action.island, action.update_id)
         payload = self._held[action.fragment][key]
         if payload.is_gradient:
             return
-        gradient = torch.empty_like(payload.values)
-        late_gradient(base, payload.values, gradient)
-        self._held[action.fragment][key] = Payload(gradient, is_gradient=True)
+        self._held[action.fragment][key] = Payload(*late_payload(self._anchor, base, payload.values))
         self._unpin(action.island, action.fragment, action.update_id)
 
     def drop(self, island: str, fragment: int, update_id: int) -> None:

@@ -84,7 +84,7 @@ class LiveSyncer:
             parts.account,
         )
         self._run_id = parts.run_id
-        self._payloads = Payloads(parts.layout.fragments, self._release)
+        self._payloads = Payloads(parts.layout.fragments, self._release, parts.config.exchange.merge.anchor)
         self._marks = [parts.store.mark(p) for p in range(parts.layout.fragments)]
         self._account.merges = sum(mark.merges for mark in self._marks)
         self._outliers = OutlierScreen(parts.config.exchange.merge.outlier_factor)

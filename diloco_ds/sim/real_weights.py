@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from diloco_ds.config import Exchange
 from diloco_ds.core.events import Answer, Drop, Keep, Merge
 from diloco_ds.core.fragments import FragmentLayout
-from diloco_ds.core.merge import MergePart, late_gradient, merge_fragment
+from diloco_ds.core.merge import MergePart, late_payload, merge_fragment
 from diloco_ds.core.outer import OuterOptimizer
+from diloco_ds.sim.world import Weights
 
 _VERSIONS_KEPT = 8
 """Versions of a fragment that learners may still adopt or have as base."""
@@ -36,8 +37,8 @@ class _Payload:
     is_gradient: bool
 
 
-class RealWeights:
-    """Implements `world.Weights`: what the simulated learners and the syncer do to weights."""
+class RealWeights(Weights):
+    """What the simulated learners and the syncer do to weights."""
 
     def __init__(
         self,
@@ -95,14 +96,14 @@ class RealWeights:
     # ---- the syncer ----
 
     def keep(self, action: Keep) -> None:
-        """A late payload becomes an outer gradient against its base."""
+        """A late payload waits for the next merge."""
         key = (action.island, action.fragment, action.update_id)
         payload = self._payloads[key]
         if payload.is_gradient:
             return
-        gradient = torch.empty_like(payload.values)
-        late_gradient(self._versions[action.fragment][payload.base], payload.values, gradient)
-        self._payloads[key] = _Payload(gradient, payload.base, is_gradient=True)
+        base = self._versions[action.fragment][payload.base]
+        kept = late_payload(self._exchange.merge.anchor, base, payload.values)
+        self._payloads[key] = _Payload(kept[0], payload.base, kept[1])
 
     def drop(self, action: Drop) -> None:
         """Forget a payload."""
@@ -127,8 +128,7 @@ class RealWeights:
 
     def _part(self, action: Merge, island: str, update_id: int, weight: float) -> MergePart:
         payload = self._payloads.pop((island, action.fragment, update_id))
-        base = self._versions[action.fragment][payload.base]
-        return MergePart(weight, payload.values, base=base, is_gradient=payload.is_gradient)
+        return MergePart(weight, payload.values, payload.is_gradient)
 
     # ---- flat fragments ----
 

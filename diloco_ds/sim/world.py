@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from diloco_ds.config import Exchange
 from diloco_ds.core.events import Answer, Drop, Joined, Keep, Leave, Merge, Merged, Phase, Report, Tick, Want
@@ -23,8 +22,8 @@ _Item = _Event | SimLearner | Direction
 """What is due at a virtual time: an event; the end of a learner's step; a wire that can carry more."""
 
 
-class Weights(Protocol):
-    """Real weights carried by a simulation; without them only times and counts are simulated."""
+class Weights:
+    """What happens to weights in a simulation: nothing here, just times and counts. Real ones: sim/real_weights.py."""
 
     def train(self, island: str) -> None:
         """One inner step of `island`."""
@@ -46,31 +45,6 @@ class Weights(Protocol):
 
     def merge(self, action: Merge) -> None:
         """Carry out a merge."""
-
-
-class NoWeights:
-    """Only times and counts."""
-
-    def train(self, island: str) -> None:
-        """Nothing to train."""
-
-    def snapshot(self, island: str, fragment: int) -> None:
-        """Nothing to remember."""
-
-    def sent(self, answer: Answer) -> None:
-        """Nothing was sent."""
-
-    def adopt(self, island: str, fragment: int, version: int) -> None:
-        """Nothing to adopt."""
-
-    def keep(self, action: Keep) -> None:
-        """Nothing to keep."""
-
-    def drop(self, action: Drop) -> None:
-        """Nothing to forget."""
-
-    def merge(self, action: Merge) -> None:
-        """Nothing to merge."""
 
 
 @dataclass
@@ -112,7 +86,7 @@ class World:
         self.rounds_in_flight = max(1, exchange.overlap)
         self.tally = Tally(steps=dict.fromkeys(self.learners, 0))
         self.now = 0.0
-        self._weights: Weights = weights or NoWeights()
+        self._weights: Weights = weights or Weights()
         self._merge_s = merge_s
         self._keep_history = keep_history
         self._idle_after = idle_after

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from diloco_ds.config import Merge
 from diloco_ds.core import flat
 from diloco_ds.core.fragments import TensorSpec, balance
-from diloco_ds.core.merge import MergePart, late_gradient, merge_fragment
+from diloco_ds.core.merge import MergePart, late_payload, merge_fragment
 from diloco_ds.core.weights import learner_weight
 
 
@@ -23,7 +23,7 @@ TWO = layout_of((2, False))
 
 
 def merged(layout, theta, parts, **rule):
-    """Each part: (weight, values) or (weight, values, base), or a MergePart."""
+    """Each part: (weight, values), or a MergePart."""
     parts = [
         part if isinstance(part, MergePart) else MergePart(part[0], *map(vector, part[1:])) for part in parts
     ]
@@ -93,22 +93,14 @@ def test_the_embedding_has_a_rule_of_its_own(norm):
     assert merged(layout, [0.0, 0.0], parts, norm=norm, **swapped) == pytest.approx([1.75, 1.25])
 
 
-def test_the_anchor_is_the_current_fragment_or_the_learners_base():
-    # Base 4, learner at 3, the global fragment meanwhile at 6: v = 6 - 3 = 3, or 4 - 3 = 1
-    assert merged(ONE, [6.0], [(1.0, [3.0], [4.0])], anchor="global") == [3.0]
-    assert merged(ONE, [6.0], [(1.0, [3.0], [4.0])], anchor="base") == [1.0]
-    with pytest.raises(ValueError, match="without its base"):
-        merged(ONE, [6.0], [(1.0, [3.0])], anchor="base")
-
-
-@pytest.mark.parametrize("anchor", ["global", "base"])
-def test_a_late_answer_counts_as_the_outer_gradient_it_was_kept_as(anchor):
-    # Kept: base 4, learner at 3, so 1. Fresh: theta 6 (its base as well), learner at 3, so 3. Mean 2.
-    kept = torch.empty(1)
-    late_gradient(vector([4.0]), vector([3.0]), kept)
-    assert kept.tolist() == [1.0]
-    parts = [MergePart(1.0, kept, is_gradient=True), (1.0, [3.0], [6.0])]
-    assert merged(ONE, [6.0], parts, anchor=anchor, matrices="mean") == [2.0]
+@pytest.mark.parametrize(("anchor", "late"), [("base", 1.0), ("global", 3.0)])
+def test_a_late_answer_is_measured_from_its_base_or_from_the_fragment_at_the_merge(anchor, late):
+    # Base 4, learner at 3, the global fragment meanwhile at 6: 4 - 3 = 1, or 6 - 3 = 3. Fresh, at 4: 6 - 4 = 2.
+    values = vector([3.0])
+    part = MergePart(1.0, *late_payload(anchor, vector([4.0]), values))
+    values.fill_(9.0)  # the outbox is written anew: what is kept stays
+    assert merged(ONE, [6.0], [part]) == [late]
+    assert merged(ONE, [6.0], [part, (1.0, [4.0])], matrices="mean") == [(late + 2.0) / 2]
 
 
 # Vectors without direction

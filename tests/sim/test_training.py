@@ -68,9 +68,8 @@ def hand_driven(**settings):
         fragments=1,
         period=1,
         overlap=0,
-        merge={"matrices": "mean"},
         outer={"args": {"lr": 1.0}},
-        **settings,
+        **{"merge": {"matrices": "mean"}, **settings},
     )
     learners = {"a": learner(1.0), "b": learner(1.0)}
     layout = balance([TensorSpec("weight", (1, 2), False)], 1, 1)
@@ -108,16 +107,17 @@ def test_the_mean_of_two_learners_becomes_the_global_weights():
     assert models["a"].tolist() == [[2.0, 2.0]]
 
 
-def test_a_late_answer_counts_against_its_own_base():
-    weights, models = hand_driven()
+@pytest.mark.parametrize(("anchor", "expected"), [("base", 3.0), ("global", 4.0)])
+def test_a_late_answer_is_measured_from_its_base_or_from_the_fragment_at_the_merge(anchor, expected):
+    weights, models = hand_driven(merge={"matrices": "mean", "anchor": anchor})
     models["a"].data[:] = 0.0
     models["b"].data[:] = 4.0
     answer(weights, "a", 1)
     answer(weights, "b", 2)
     weights.merge(merge(1, ("a", 1, 0)))  # global: 0
     weights.keep(Keep("b", 0, 2, 0, ""))
-    weights.merge(merge(2, ("b", 2, 0)))  # b went from 1 to 4: +3
-    assert global_weight(weights) == [3.0, 3.0]
+    weights.merge(merge(2, ("b", 2, 0)))  # b went from 1 to 4: +3 on 0; or all the way to b's 4
+    assert global_weight(weights) == [expected, expected]
 
 
 def test_a_fragment_answered_and_adopted_at_one_boundary_is_sent_as_it_was_before():
