@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from diloco_ds.config import RunConfig
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.link_launch import clean_environment, find_mpirun
-from diloco_ds.island.deepspeed_settings import check_deepspeed
+from diloco_ds.island.deepspeed_settings import ask_deepspeed, check_deepspeed
 from diloco_ds.island.launch import devices_of
 from diloco_ds.rundir import RunDir
 
@@ -67,7 +67,9 @@ def check_joining(run: RunDir, config: RunConfig, island: str) -> None:
     from diloco_ds.exchange.mailbox import Mailbox
     from diloco_ds.exchange.space import require_space
 
-    check_deepspeed(config.deepspeed_of(island))
+    settings = config.deepspeed_of(island)
+    check_deepspeed(settings)
+    ask_deepspeed([(island, settings, config.island(island).ranks)])
     devices_of(config, island, clean_environment(os.environ))
     port = config.island(island).master_port
     if port is not None and not _free(port):
@@ -113,18 +115,21 @@ def check_training(config: RunConfig) -> None:
     from diloco_ds.core.outer import OuterOptimizer
     from diloco_ds.core.schedule import token_schedule
 
-    for island in config.islands:
-        check_deepspeed(config.deepspeed_of(island.name))
+    settings = {island.name: config.deepspeed_of(island.name) for island in config.islands}
+    for each in settings.values():
+        check_deepspeed(each)
+    ask_deepspeed([(island.name, settings[island.name], island.ranks) for island in config.islands])
     OuterOptimizer(config.exchange.outer).schedule(config.budget.tokens)
-    trainer, lr = config.trainer, config.deepspeed["optimizer"]["params"]["lr"]
-    token_schedule(
-        trainer.scheduler,
-        trainer.scheduler_args,
-        trainer.warmup_tokens,
-        config.budget.tokens,
-        lr,
-        "trainer.scheduler",
-    )
+    trainer = config.trainer
+    for each in settings.values():
+        token_schedule(
+            trainer.scheduler,
+            trainer.scheduler_args,
+            trainer.warmup_tokens,
+            config.budget.tokens,
+            each["optimizer"]["params"]["lr"],
+            "trainer.scheduler",
+        )
 
 
 def check_sources(config: RunConfig, base_dir: Path) -> None:

@@ -5,10 +5,15 @@ before anything starts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diloco_ds.errors import UserError
+from diloco_ds.exchange.link_launch import clean_environment
 
 
 class _Refusal(NamedTuple):
@@ -96,6 +101,22 @@ def check_deepspeed(settings: Mapping[str, Any]) -> None:
         raise UserError(
             "deepspeed.train_micro_batch_size_per_gpu: give the sequences a rank trains on at a time"
         )
+
+
+def ask_deepspeed(islands: Sequence[tuple[str, Mapping[str, Any], int]]) -> None:
+    """UserError for what DeepSpeed itself refuses; `islands`: name, DeepSpeed config and ranks of each. Takes 2 s."""
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco_ds.island.engine_check"],
+        input=json.dumps(list(islands)),
+        env=clean_environment(os.environ),
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 0:
+        return
+    lines = done.stderr.strip().splitlines() or ["it ended without a word"]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    raise UserError(said[-1] if said else f"deepspeed: its settings cannot be checked: {lines[-1]}")
 
 
 def prepared(settings: Mapping[str, Any], cpu: bool) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""The one seam to DeepSpeed: a step, the slices of fragments in and out, save and load. No other module
-imports DeepSpeed.
+"""The one seam to DeepSpeed: a step, the slices of fragments in and out, save and load. Only the
+preflight's engine_check.py imports DeepSpeed beside it.
 """
 
 from __future__ import annotations
