@@ -24,7 +24,7 @@ import numpy as np
 from diloco_ds.config import Exchange
 from diloco_ds.errors import UserError
 from diloco_ds.sim.goodput import even_layout, new_learner
-from diloco_ds.sim.learner import Speed, Wire
+from diloco_ds.sim.learner import Speed, Wire, check_learners
 from diloco_ds.sim.world import BYTES, World
 
 METHODS = ("data_parallel", "diloco", "streaming", "decoupled")
@@ -51,10 +51,7 @@ class Setup:
         for name in ("parameters", "bits", "step_s", "gbit", "learners", "diloco_period"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} must be above 0, not {getattr(self, name):g}")
-        if self.exchange.quorum > self.learners:
-            raise UserError(
-                f"quorum (K = {self.exchange.quorum}) must not exceed the number of learners (M = {self.learners})"
-            )
+        check_learners(self.learners, self.exchange)
         if self.parameters < self.exchange.fragments:
             raise UserError(f"{self.parameters} parameters cannot make {self.exchange.fragments} fragments")
 

@@ -17,7 +17,7 @@ from diloco_ds.core.fragments import FragmentLayout, TensorSpec, balance
 from diloco_ds.core.learner import LearnerClock
 from diloco_ds.errors import UserError
 from diloco_ds.sim.fleet import ElasticChips, RigidChips, TimeAccount, Weather, account, common_pause
-from diloco_ds.sim.learner import SimLearner, Speed, Wire
+from diloco_ds.sim.learner import SimLearner, Speed, Wire, check_learners
 from diloco_ds.sim.world import World
 
 _NEVER = 2**62
@@ -44,8 +44,7 @@ class System:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.learners < 1:
-            raise UserError(f"learners (M) must be at least 1, not {self.learners}")
+        check_learners(self.learners, self.exchange)
         if self.chips < self.learners:
             raise UserError(
                 f"{self.chips} chips cannot make {self.learners} learners: each needs at least one"
@@ -56,10 +55,6 @@ class System:
             raise UserError(f"slowest is a share, at least 0 and below 1, not {self.slowest:g}")
         if self.parameters < self.exchange.fragments:
             raise UserError(f"{self.parameters} parameters cannot make {self.exchange.fragments} fragments")
-        if self.exchange.quorum > self.learners:
-            raise UserError(
-                f"quorum (K = {self.exchange.quorum}) must not exceed the number of learners (M = {self.learners})"
-            )
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,21 @@ from zlib import crc32
 
 import numpy as np
 
+from diloco_ds.config import Exchange
 from diloco_ds.core.events import Answer, LearnerPhase, Orders, Report, RunPhase
 from diloco_ds.core.learner import LearnerClock
 from diloco_ds.errors import UserError
 from diloco_ds.sim.fleet import Stretch, TimeAccount
+
+
+def check_learners(learners: int, exchange: Exchange) -> None:
+    """UserError for M = `learners` below 1 or below the quorum."""
+    if learners < 1:
+        raise UserError(f"learners (M) must be at least 1, not {learners}")
+    if exchange.quorum > learners:
+        raise UserError(
+            f"quorum (K = {exchange.quorum}) must not exceed the number of learners (M = {learners})"
+        )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 from diloco_ds.config import Exchange
 from diloco_ds.errors import UserError
 from diloco_ds.sim.goodput import even_layout, new_learner
-from diloco_ds.sim.learner import Speed, Wire
+from diloco_ds.sim.learner import Speed, Wire, check_learners
 from diloco_ds.sim.world import World
 
 TOKENS = 1_000
@@ -39,12 +39,7 @@ class Scavenging:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.learners < 1:
-            raise UserError(f"learners (M) must be at least 1, not {self.learners}")
-        if self.exchange.quorum > self.learners:
-            raise UserError(
-                f"quorum (K = {self.exchange.quorum}) must not exceed the number of learners (M = {self.learners})"
-            )
+        check_learners(self.learners, self.exchange)
         if self.steps < 2 * self.exchange.period:
             raise UserError(
                 f"steps must be at least two periods ({2 * self.exchange.period}), not {self.steps}"

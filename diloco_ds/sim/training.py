@@ -18,7 +18,7 @@ from diloco_ds.config import Exchange
 from diloco_ds.core.fragments import balance
 from diloco_ds.errors import UserError
 from diloco_ds.sim.goodput import new_learner
-from diloco_ds.sim.learner import Speed
+from diloco_ds.sim.learner import Speed, check_learners
 from diloco_ds.sim.real_weights import Learner, RealWeights
 from diloco_ds.sim.tiny_model import LENGTH, Text, TinyModel
 from diloco_ds.sim.world import World
@@ -46,18 +46,13 @@ class Training:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.learners < 1:
-            raise UserError(f"learners (M) must be at least 1, not {self.learners}")
+        check_learners(self.learners, self.exchange)
         if self.batch % self.learners:
             raise UserError(f"a batch of {self.batch} examples cannot be shared by {self.learners} learners")
         if self.steps < 1:
             raise UserError(f"steps must be at least 1, not {self.steps}")
         if not 0 <= self.slowest < 1:
             raise UserError(f"slowest is a share, at least 0 and below 1, not {self.slowest:g}")
-        if self.exchange.quorum > self.learners:
-            raise UserError(
-                f"quorum (K = {self.exchange.quorum}) must not exceed the number of learners (M = {self.learners})"
-            )
 
     @property
     def tokens(self) -> int:
