@@ -54,6 +54,10 @@ class Roster:
         _set_alive(member, report.phase == "running", f"is {report.phase}", actions)
         return member
 
+    def ready(self, step: int) -> int:
+        """How many islands are alive, stay, and have reached global step `step`."""
+        return sum(m.alive and not m.leaving and m.reached >= step for m in self._members.values())
+
     def expire(self, now: float, actions: list[Action]) -> None:
         """Islands silent past their lease are away: absent, not an error."""
         if now < self.next_expiry:

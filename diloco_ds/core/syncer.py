@@ -6,6 +6,8 @@ replay of a tape. How a round works where the paper is silent: docs/architecture
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from diloco_ds.config import Exchange
 from diloco_ds.core.admission import refusal
 from diloco_ds.core.events import (
@@ -138,14 +140,6 @@ class Syncer:
         self._next = self._layout.next_step(self._global_step)
         self._global_tokens = max(self._global_tokens, self.merged_tokens)
 
-    def merged_base(self, fragment: int) -> dict[str, int]:
-        """Per island the newest base merged into `fragment`: kept in the store's header with every merge."""
-        return {m.name: m.merged_base[fragment] for m in self._roster if m.merged_base[fragment] >= 0}
-
-    def fragment_tokens(self, fragment: int) -> int:
-        """Tokens merged into `fragment`: kept in the store's header with every merge."""
-        return self._rounds.fragments[fragment].merged_tokens
-
     def version(self, fragment: int) -> int:
         """The newest version of `fragment`."""
         return self._rounds.fragments[fragment].version
@@ -200,14 +194,9 @@ class Syncer:
 
     def _can_open(self) -> bool:
         """K learners have reached the next global step, its fragment is free, and fewer than tau rounds are in flight."""
-        if len(self._rounds) >= self._in_flight:
+        if len(self._rounds) >= self._in_flight or self._rounds.of(self._next_fragment) is not None:
             return False
-        if self._rounds.of(self._next_fragment) is not None:
-            return False
-        return self._ready() >= self._exchange.quorum
-
-    def _ready(self) -> int:
-        return sum(m.alive and not m.leaving and m.reached >= self._next for m in self._roster)
+        return self._roster.ready(self._next) >= self._exchange.quorum
 
     def _open(self, now: float, actions: list[Action]) -> None:
         """Open the next round and ask everybody who can contribute, ready or not."""
@@ -244,7 +233,7 @@ class Syncer:
             actions.append(Drop(answer.island, answer.fragment, answer.update_id, reason))
             return
         self._roster[answer.island].last_heard = now
-        self._forget_kept(answer, actions)
+        self._forget_kept(answer, actions, bases=(answer.base,))
         if round_ is not None and answer.base == version:
             round_.answers[answer.island] = answer
         else:
@@ -257,16 +246,18 @@ class Syncer:
         ends = self._phase == "drain" or (member is not None and member.leaving)
         return ends or self._exchange.merge.late == "merge_next"
 
-    def _forget_kept(self, answer: Answer, actions: list[Action]) -> None:
-        """A newer answer takes the place of a kept one of the same base: both tell of the same steps."""
+    def _forget_kept(self, answer: Answer, actions: list[Action], bases: Collection[int]) -> None:
+        """A newer answer takes the place of one kept on one of `bases`: on the same base both tell of the same steps."""
         kept = self._rounds.kept(answer.fragment)
         older = kept.get(answer.island)
-        if older is not None and older.base == answer.base and older.update_id != answer.update_id:
+        if older is not None and older.base in bases and older.update_id != answer.update_id:
             del kept[answer.island]
-            reason = "a newer answer on the same version takes its place"
+            reason = f"kept on version {older.base}; a newer answer on version {answer.base} takes its place"
             actions.append(Drop(answer.island, answer.fragment, older.update_id, reason))
 
     def _keep(self, answer: Answer, actions: list[Action]) -> None:
+        """Keep it for the fragment's next merge: one of each island, the newest."""
+        self._forget_kept(answer, actions, bases=range(answer.base + 1))
         self._rounds.kept(answer.fragment)[answer.island] = answer
         reason = (
             f"asked for round {answer.round}: kept, on version {answer.base}, for the fragment's next merge"
@@ -394,8 +385,8 @@ class Syncer:
         return fragment
 
     def _estimate_global_tokens(self) -> None:
-        now = self.merged_tokens + int(sum(member.in_hand() for member in self._roster))
-        self._global_tokens = max(self._global_tokens, now)
+        in_hand = sum(member.in_hand() for member in self._roster)
+        self._global_tokens = max(self._global_tokens, self.merged_tokens + int(in_hand))
 
     def _set_phase(self, phase: RunPhase, reason: str, actions: list[Action]) -> None:
         self._phase = phase
@@ -404,4 +395,5 @@ class Syncer:
     def _waiting_for(self) -> str:
         if self._rounds or self._phase != "run":
             return ""
-        return f"{self._ready()} of a quorum of {self._exchange.quorum} have reached step {self._next}"
+        ready, quorum = self._roster.ready(self._next), self._exchange.quorum
+        return f"{ready} of a quorum of {quorum} have reached step {self._next}"

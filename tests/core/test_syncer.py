@@ -132,6 +132,21 @@ def test_the_grace_window_closes_without_the_slow_one_whose_late_answer_is_merge
     assert any(m.fragment == other for m in merged)
 
 
+def test_of_the_late_answers_of_an_island_the_newest_is_kept_and_the_other_is_told():
+    syncer = syncer_of(quorum=1, overlap=1)
+    syncer.step(report("b", 1), 0.0)
+    want = of(ev.Want, syncer.step(report("a", 1), 0.0))[0]
+    p, round_ = want.fragment, want.round
+    syncer.step(answer("a", p, round_, 0, 1), 0.1)
+    assert of(ev.Merge, syncer.step(ev.Tick(), 2.0))
+    syncer.step(answer("b", p, round_, 0, 2, update_id=7), 2.5)
+    actions = syncer.step(answer("b", p, round_, 1, 1, update_id=8), 2.6)
+    assert [(drop.update_id, "takes its place" in drop.reason) for drop in of(ev.Drop, actions)] == [
+        (7, True)
+    ]
+    assert [keep.update_id for keep in of(ev.Keep, actions)] == [8]
+
+
 def test_late_answers_are_dropped_when_so_set():
     syncer = syncer_of(quorum=1, overlap=1, merge=Merge(late="drop"))
     syncer.step(report("b", 1), 0.0)
