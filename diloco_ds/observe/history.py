@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -205,12 +204,6 @@ def rate(time: Sequence[float], amount: Sequence[float], bins: int = 80) -> tupl
     spans = max(min(bins, times.size // 10), 1)
     sums, edges = np.histogram(times[1:], bins=spans, range=(times.min(), times.max()), weights=amounts[1:])
     return list((edges[:-1] + edges[1:]) / 2), list(sums / np.diff(edges))
-
-
-def middle(values: Iterable[float]) -> float | None:
-    """The median of the numbers that are no NaN; None if there are none."""
-    known = [value for value in values if value == value]
-    return median(known) if known else None
 
 
 def _resumptions(events: Sequence[Record]) -> list[float]:
