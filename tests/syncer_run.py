@@ -6,6 +6,7 @@ islands: so the state of a fragment at a version is the same however often the s
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 from diloco_ds.config import RunConfig
 from diloco_ds.core.events import Report
 from diloco_ds.core.fragments import FragmentLayout, TensorSpec, balance
+from diloco_ds.core.tape import Entry, Header, decode_all
 from diloco_ds.exchange import failpoint
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.mailbox import Mailbox
@@ -29,6 +31,7 @@ from diloco_ds.exchange.syncer_checkpoint import VERSION_GAP
 from diloco_ds.exchange.syncer_process import main
 from diloco_ds.exchange.tensor_file import file_sha256
 from diloco_ds.exchange.wire import OrdersRecord, ReportRecord, UpdateHeader
+from diloco_ds.observe.metrics import read_metrics
 from diloco_ds.rundir import RunDir, SharedMemory, write_json
 
 SPECS = (
@@ -314,3 +317,36 @@ def _wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} does not appear"
         time.sleep(0.002)
+
+
+def both(run):
+    return [PlayedLearner(run, "a"), PlayedLearner(run, "b")]
+
+
+def events(run, event):
+    return [r for r in read_metrics(run.dir.metrics) if r["kind"] == "event" and r["event"] == event]
+
+
+def tape(run):
+    """(kind, value, time) of every record; a header has no time."""
+    lines = run.dir.tape.read_bytes().splitlines(keepends=True)
+    for record in decode_all(lines, run.run_id, run.layout.digest):
+        if isinstance(record, Header):
+            yield "Header", record, None
+        elif isinstance(record, Entry):
+            yield type(record.value).__name__, record.value, record.at
+
+
+def status(run):
+    path = run.dir.status("syncer")
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def assert_same_history(history, reference, gap=0):
+    compared = 0
+    for (fragment, version), payload in history.items():
+        expected = reference.get((fragment, version - gap if version >= VERSION_GAP else version))
+        if expected is not None:
+            assert torch.equal(payload, expected), f"fragment {fragment}, version {version}"
+            compared += 1
+    assert compared >= 6

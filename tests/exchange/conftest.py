@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from syncer_run import PlayedLearner, SyncerRun, play, versions_at_least
 
 from diloco_ds.exchange import failpoint
 
@@ -93,3 +94,30 @@ def wait_until() -> Callable[..., None]:
             time.sleep(0.0005)
 
     return wait
+
+
+@pytest.fixture
+def new_run(tmp_path):
+    runs = []
+
+    def make(**blocks):
+        runs.append(SyncerRun(tmp_path / f"run{len(runs)}", **blocks))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+        assert not run.shared.root.exists()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The history of a run that nothing happened to: (fragment, version) -> weights and momentum."""
+    run = SyncerRun(tmp_path_factory.mktemp("reference") / "run")
+    try:
+        run.start()
+        learners = [PlayedLearner(run, "a"), PlayedLearner(run, "b")]
+        play(run, learners, versions_at_least(learners[0], 8))
+        return run.history
+    finally:
+        run.close()

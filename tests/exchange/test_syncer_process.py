@@ -1,4 +1,4 @@
-"""The syncer as a process of its own: its merges, kill -9 at every write, resume, garbage, stop, and what is refused."""
+"""The syncer as a process of its own: its merges, garbage, tape, full disk, the end, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,83 +8,31 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from syncer_run import SPECS, PlayedLearner, SyncerRun, learned, play, versions_at_least
+from syncer_run import (
+    SPECS,
+    assert_same_history,
+    both,
+    events,
+    learned,
+    play,
+    status,
+    tape,
+    versions_at_least,
+)
 
 from diloco_ds.core.events import Event
 from diloco_ds.core.fragments import TensorSpec
-from diloco_ds.core.tape import Entry, Header, decode_all
 from diloco_ds.exchange.kept_updates import kept_path, load_kept
 from diloco_ds.exchange.merging import Merger
-from diloco_ds.exchange.syncer_checkpoint import VERSION_GAP, checkpoints
+from diloco_ds.exchange.syncer_checkpoint import checkpoints
 from diloco_ds.exchange.syncer_opening import marks_of, restored_core
 from diloco_ds.observe.metrics import read_metrics
-
-
-@pytest.fixture
-def new_run(tmp_path):
-    runs = []
-
-    def make(**blocks):
-        runs.append(SyncerRun(tmp_path / f"run{len(runs)}", **blocks))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.close()
-        assert not run.shared.root.exists()
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """The history of a run that nothing happened to: (fragment, version) -> weights and momentum."""
-    run = SyncerRun(tmp_path_factory.mktemp("reference") / "run")
-    try:
-        run.start()
-        learners = [PlayedLearner(run, "a"), PlayedLearner(run, "b")]
-        play(run, learners, versions_at_least(learners[0], 8))
-        return run.history
-    finally:
-        run.close()
-
-
-def both(run):
-    return [PlayedLearner(run, "a"), PlayedLearner(run, "b")]
-
-
-def events(run, event):
-    return [r for r in read_metrics(run.dir.metrics) if r["kind"] == "event" and r["event"] == event]
-
-
-def tape(run):
-    """(kind, value, time) of every record; a header has no time."""
-    lines = run.dir.tape.read_bytes().splitlines(keepends=True)
-    for record in decode_all(lines, run.run_id, run.layout.digest):
-        if isinstance(record, Header):
-            yield "Header", record, None
-        elif isinstance(record, Entry):
-            yield type(record.value).__name__, record.value, record.at
-
-
-def status(run):
-    path = run.dir.status("syncer")
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def assert_same_history(history, reference, gap=0):
-    compared = 0
-    for (fragment, version), payload in history.items():
-        expected = reference.get((fragment, version - gap if version >= VERSION_GAP else version))
-        if expected is not None:
-            assert torch.equal(payload, expected), f"fragment {fragment}, version {version}"
-            compared += 1
-    assert compared >= 6
 
 
 def rda(gradients):
@@ -126,115 +74,6 @@ def test_merges_are_what_the_formulas_say(new_run):
 
 
 EVENTS = {kind.__name__ for kind in get_args(Event)}
-AT_START = ("tenure.taken", "box.begun", "box.filled:2", "store.filled", "store.created")
-IN_A_MERGE = (
-    "box.claimed:2",
-    "box.begun:7",
-    "store.begun:4",
-    "store.before_commit:8",
-    "box.filled:9",
-    "box.committed:8",
-    "store.after_commit:9",
-    "tape.appended:40",
-    "record.invalidated:9",
-    "record.filled:12",
-)
-IN_A_CHECKPOINT = ("checkpoint.tensors:2", "checkpoint.before_rename:2", "checkpoint.after_rename:2")
-
-
-@pytest.mark.parametrize("place", AT_START)
-def test_killed_while_it_starts(new_run, reference, place):
-    run = new_run()
-    assert run.wait(run.start(at=place)) == -signal.SIGKILL
-    run.start()
-    learners = both(run)
-    play(run, learners, versions_at_least(learners[0], 3))
-    assert_same_history(run.history, reference)
-
-
-@pytest.mark.parametrize("place", IN_A_MERGE + IN_A_CHECKPOINT)
-def test_killed_at_any_write_no_merge_is_lost_or_done_twice(new_run, reference, place):
-    run = new_run(syncer={"checkpoint_every_s": 0.02 if place in IN_A_CHECKPOINT else 3600.0})
-    first = run.start(at=place)
-    learners = both(run)
-    codes = []
-
-    def died():
-        code = run.ended(first)
-        if code is not None:
-            codes.append(code)
-        return bool(codes)
-
-    play(run, learners, died)
-    assert codes == [-signal.SIGKILL]
-    box = run.theta()
-    committed = [box.version(fragment) for fragment in range(3)]
-    states = [run.state(fragment) for fragment in range(3)]
-    run.start()
-    play(run, learners, lambda: status(run).get("generation") == 2)
-    for fragment in range(3):  # the state went on from exactly where it was
-        assert torch.equal(
-            run.history.get((fragment, committed[fragment]), states[fragment]), states[fragment]
-        )
-    play(run, learners, versions_at_least(learners[0], 6))
-    assert_same_history(run.history, reference)
-    merges = [(r["fragment"], r["version"]) for r in read_metrics(run.dir.metrics) if r["kind"] == "merge"]
-    assert len(merges) == len(set(merges))
-    if place not in IN_A_CHECKPOINT:
-        assert not run.dir.syncer_checkpoints.exists()
-
-
-def test_goes_on_within_moments_after_a_kill(new_run):
-    """Answers that were in flight count when their rounds are opened again: no lease has to run out first."""
-    run = new_run(syncer={"lease_s": 60.0})
-    first = run.start(at="store.begun:4")
-    learners = both(run)
-    play(run, learners, lambda: run.ended(first) is not None)
-    version = min(learners[0].base)
-    run.start()
-    play(run, learners, versions_at_least(learners[0], version + 2), seconds=20)
-
-
-def test_resume_from_disk_after_the_shared_memory_is_gone(new_run, reference):
-    run = new_run()
-    pid = run.start()
-    learners = both(run)
-    play(run, learners, versions_at_least(learners[0], 3))
-    os.kill(pid, signal.SIGTERM)
-    began = time.monotonic()
-    play(run, learners, lambda: (code := run.ended(pid)) is not None and code == 0)
-    assert time.monotonic() - began < 10
-    assert status(run)["state"] == "stopped"
-    before = [run.state(fragment) for fragment in range(3)]
-    version = [run.theta().version(fragment) for fragment in range(3)]
-    saved = load_file(checkpoints(run.dir.syncer_checkpoints)[-1] / "theta.safetensors")
-    assert {name: tuple(t.shape) for name, t in saved.items()} == {spec.name: spec.shape for spec in SPECS}
-    run.remove_shared_memory()
-    run.start()
-    learners = [PlayedLearner(run, "a", incarnation=2), PlayedLearner(run, "b", incarnation=2)]
-    learners[0].adopt()
-    for fragment in range(3):
-        assert torch.equal(run.history[fragment, version[fragment] + VERSION_GAP], before[fragment])
-    play(run, learners, versions_at_least(learners[0], VERSION_GAP + 5))
-    assert_same_history(run.history, reference, gap=VERSION_GAP)
-
-
-def test_a_damaged_checkpoint_is_passed_over(new_run):
-    run = new_run(syncer={"checkpoint_every_s": 0.05, "keep_checkpoints": 2})
-    pid = run.start()
-    learners = both(run)
-    play(run, learners, lambda: len(events(run, "checkpoint")) >= 3)
-    run.kill(pid)
-    older, newest = checkpoints(run.dir.syncer_checkpoints)[-2:]
-    assert len(checkpoints(run.dir.syncer_checkpoints)) <= 3
-    data = bytearray((newest / "outer.safetensors").read_bytes())
-    data[-1] ^= 1
-    (newest / "outer.safetensors").write_bytes(data)
-    run.remove_shared_memory()
-    run.start()
-    PlayedLearner(run, "a").adopt()
-    assert f"starts from checkpoints/syncer/{older.name}" in run.log()
-    assert "outer.safetensors is damaged" in run.log()
 
 
 @pytest.mark.slow
@@ -416,20 +255,6 @@ def test_the_run_drains_at_its_budget_and_finishes(new_run):
     for placed in run.layout.tensors:
         span = run.state(placed.fragment)[placed.offset : placed.offset + placed.spec.numel]
         assert torch.equal(saved[placed.spec.name].reshape(-1), span)
-
-
-def test_killed_while_it_drains_the_next_one_goes_on_draining(new_run):
-    run = new_run(budget={"tokens": 1000})
-    first = run.start(at="box.committed:25")  # 3 initial versions, 21 merges, the first of the last round
-    learners = both(run)
-    play(run, learners, lambda: run.ended(first) is not None)
-    assert [learner.phase for learner in learners] == ["drained", "drained"]
-    pid = run.start()
-    assert run.wait(pid) == 0
-    assert status(run)["state"] == "finished"
-    merges = [(r["fragment"], r["version"]) for r in read_metrics(run.dir.metrics) if r["kind"] == "merge"]
-    assert len(merges) == len(set(merges))
-    assert status(run)["tokens"] >= 1000
 
 
 @pytest.mark.parametrize(
