@@ -215,11 +215,11 @@ def test_a_writer_killed_at_random_moments(box, tmp_path, killed_when):
 
 def test_readers_beside_a_fast_writer(box, tmp_path, in_child):
     """A copy that still `holds`, and anything pinned, is never mixed; a reader's pin delays nobody for ever."""
-    last = 6000
+    enough = multiprocessing.Event()
 
     def write_many():
         writer = FragmentBox.open(tmp_path / "box")
-        while writer.version(1) < last:
+        while not enough.is_set():
             slot = writer.begin(1)
             if slot is not None:
                 version = writer.version(1) + 1
@@ -229,9 +229,12 @@ def test_readers_beside_a_fast_writer(box, tmp_path, in_child):
     join = in_child(write_many)
     chance = random.Random(3)
     pinned = copied = 0
-    while (version := box.version(1)) < last:
+    newest = set()
+    while copied < 50 or pinned < 200 or len(newest) < 200:  # as often as it takes: the two race on every machine
+        version = box.version(1)
         if version < 0:
             continue
+        newest.add(version)
         if chance.random() < 0.5:
             copy = np.array(box.payload(1, version)) if box.payload(1, version) is not None else None
             if copy is not None and box.holds(1, version):
@@ -243,9 +246,8 @@ def test_readers_beside_a_fast_writer(box, tmp_path, in_child):
             assert box.holds(1, version)
             box.unpin(1)
             pinned += 1
+    enough.set()
     join()
-    assert copied > 100
-    assert pinned > 100
 
 
 def _fill_part(path, rank, ranks, barrier):
