@@ -33,13 +33,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Held-out loss of a case at the end, nats per byte, and the tokens trained until then: a value a seed.
+    """Held-out loss of a case, nats per byte, a value a seed: `losses` when as many tokens were trained as the
+    budget has, `end_losses` at the end, after `tokens`.
 
-    A run ends by its merged tokens: a case that throws work away trains more.
+    A run ends by its merged tokens: a case that throws work away trains more. `losses` compares at equal tokens.
     """
 
     case: Case
     losses: list[float]
+    end_losses: list[float]
     tokens: list[int]
 
     def to_json(self) -> dict[str, Any]:
@@ -51,6 +53,7 @@ class Result:
             "mean": fmean(self.losses),
             "spread": spread,
             "losses": self.losses,
+            "end_mean": fmean(self.end_losses),
             "trained_tokens": fmean(self.tokens),
         }
 
@@ -74,8 +77,11 @@ def run_study(
     results = []
     for case in cases():
         if case.group in chosen:
-            ends = [_end(text, case, steps, seed) for seed in seeds]
-            results.append(Result(case, [loss for _, loss in ends], [tokens for tokens, _ in ends]))
+            runs = [_run(text, case, steps, seed) for seed in seeds]
+            curves = [train(run) for run in runs]
+            losses = [curve.at(run.tokens) for run, curve in zip(runs, curves, strict=True)]
+            ends = [curve.loss for curve in curves]
+            results.append(Result(case, losses, ends, [curve.tokens for curve in curves]))
             tell(results[-1])
     return results
 
@@ -85,11 +91,9 @@ def to_json(results: Sequence[Result], steps: int, seeds: Sequence[int]) -> dict
     return {"steps": steps, "seeds": list(seeds), "cases": [result.to_json() for result in results]}
 
 
-def _end(text: Text, case: Case, steps: int, seed: int) -> tuple[int, float]:
-    """Tokens trained and held-out loss at the end."""
+def _run(text: Text, case: Case, steps: int, seed: int) -> Training:
     settings = {"learners": LEARNERS, **case.settings}
-    exchange = Exchange.model_validate(case.exchange)
-    return train(Training(text, steps=steps, seed=seed, exchange=exchange, **settings)).points[-1]
+    return Training(text, steps=steps, seed=seed, exchange=Exchange.model_validate(case.exchange), **settings)
 
 
 def _cases() -> Iterator[Case]:
@@ -100,8 +104,12 @@ def _cases() -> Iterator[Case]:
             yield Case("merge", f"M = {learners}, {rule}", settings, {"merge": {"matrices": rule}})
     for how in ("overwrite", "mix", "rebase"):
         yield Case("adoption", how, {}, {"adoption": {"how": how}})
-    for anchor in ("global", "base"):
-        yield Case("anchor", anchor, dict(MIXED), {"merge": {"anchor": anchor}})
+    for safety in (0.8, 0.0):
+        for anchor in ("global", "base"):
+            name = f"{anchor}, {'grace' if safety else 'no grace'}"
+            yield Case(
+                "anchor", name, dict(MIXED), {"merge": {"anchor": anchor}, "grace": {"safety": safety}}
+            )
     for late in ("merge_next", "drop"):
         yield Case("late", late, dict(MIXED), {"merge": {"late": late}, "grace": {"safety": 0.0}})
     for quorum, safety in ((1, 0.8), (1, 0.0), (LEARNERS, 0.8)):

@@ -96,14 +96,18 @@ def train(value: dict[str, Any]) -> list[Table]:
 
 
 def study(value: dict[str, Any]) -> list[Table]:
-    """A row a case: mean and spread over the seeds, and the distance to data parallel where it was run."""
+    """A row a case: mean and spread over the seeds at equal trained tokens, the distance to data parallel where
+    it was run, and how the run ended.
+    """
     baseline = next((case["mean"] for case in value["cases"] if case["group"] == "baseline"), None)
     title = f"Held-out loss, nats per byte, after {value['steps']} steps, {len(value['seeds'])} seeds"
-    table = _table(title, ("group", "case", "mean", "spread", "to data parallel", "trained"))
+    columns = ("group", "case", "mean", "spread", "to data parallel", "at its end", "trained")
+    table = _table(title, columns)
     for case in value["cases"]:
         away = None if baseline is None else case["mean"] - baseline
         numbers = (fixed(case["mean"], 4), fixed(case["spread"], 4), fixed(away, 4))
-        table.add_row(case["group"], case["name"], *numbers, count(case["trained_tokens"]))
+        ending = (fixed(case["end_mean"], 4), count(case["trained_tokens"]))
+        table.add_row(case["group"], case["name"], *numbers, *ending)
     return [table]
 
 

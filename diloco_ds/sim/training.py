@@ -84,6 +84,16 @@ class Curve:
         """At the end."""
         return self.points[-1][1]
 
+    @property
+    def tokens(self) -> int:
+        """Trained until the end."""
+        return self.points[-1][0]
+
+    def at(self, tokens: int) -> float:
+        """Held-out loss after that many trained tokens, on the straight line between two evaluations."""
+        trained, losses = zip(*self.points, strict=True)
+        return float(np.interp(tokens, trained, losses))
+
     def to_json(self) -> dict[str, Any]:
         """With bits per byte."""
         curve = [

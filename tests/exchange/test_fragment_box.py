@@ -230,7 +230,9 @@ def test_readers_beside_a_fast_writer(box, tmp_path, in_child):
     chance = random.Random(3)
     pinned = copied = 0
     newest = set()
-    while copied < 50 or pinned < 200 or len(newest) < 200:  # as often as it takes: the two race on every machine
+    while (
+        copied < 50 or pinned < 200 or len(newest) < 200
+    ):  # as often as it takes: the two race on every machine
         version = box.version(1)
         if version < 0:
             continue

@@ -16,7 +16,7 @@ from diloco_ds.core.fragments import TensorSpec, balance
 from diloco_ds.sim.real_weights import Learner, RealWeights
 from diloco_ds.sim.study import cases, groups
 from diloco_ds.sim.tiny_model import LENGTH, Text, TinyModel
-from diloco_ds.sim.training import Training, train
+from diloco_ds.sim.training import Curve, Training, train
 
 SMALL = Exchange(fragments=4, period=4, overlap=1)
 
@@ -184,6 +184,13 @@ def test_the_command_line(words, tmp_path, capsys):
     (case,) = json.loads(capsys.readouterr().out)["cases"]
     assert case["mean"] == pytest.approx(sum(case["losses"]) / 2)
     assert case["spread"] > 0
+    assert case["end_mean"] == pytest.approx(case["mean"])  # data parallel trains the budget and no more
+
+
+def test_losses_are_compared_at_equal_trained_tokens():
+    curve = Curve("", [(0, 5.0), (100, 4.0), (200, 2.0)], merges=2, dropped=0)
+    assert [curve.at(tokens) for tokens in (0, 50, 100, 150, 200)] == [5.0, 4.5, 4.0, 3.0, 2.0]
+    assert (curve.loss, curve.tokens) == (2.0, 200)
 
 
 @pytest.mark.parametrize(
