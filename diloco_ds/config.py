@@ -293,6 +293,12 @@ class Trainer(Block):
         False, description="Recompute activations in the backward pass (transformers' own)."
     )
     compile: bool = Field(False, description="torch.compile the model (DeepSpeed engine.compile).")
+    least_step_s: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds from one inner step to the next at least; 0: as fast as it goes. For drills with more islands "
+        "than processors, where each shall have its own pace.",
+    )
 
 
 class Evaluation(Block):

@@ -27,6 +27,7 @@ from diloco_ds.island.completion import Completion, RankBoard
 from diloco_ds.island.engine import Engine
 from diloco_ds.island.heartbeat import heartbeat
 from diloco_ds.island.lead import Lead
+from diloco_ds.island.pace import PacedBatches
 from diloco_ds.island.rank_zero import RankZero, StepTimes
 from diloco_ds.island.saving import Saver
 from diloco_ds.island.start import OpenRun, restore
@@ -57,7 +58,7 @@ class Learner:
         self,
         run: OpenRun,
         engine: Engine,
-        batches: Batches,
+        batches: Batches | PacedBatches,
         completion: Completion,
         zero: RankZero | None,
         stop: Stop,
@@ -174,14 +175,17 @@ def _rank_zero(run: OpenRun, engine: Engine, lead: Lead, log: StepLog, outcome: 
     return RankZero(lead, log, saver, config.exchange.grace.smoothing)
 
 
-def _open_batches(run: OpenRun, engine: Engine, lead: Lead | None) -> Batches:
+def _open_batches(run: OpenRun, engine: Engine, lead: Lead | None) -> Batches | PacedBatches:
     """Every rank reads from the island's position, which rank 0 knows."""
     engine.broadcast_start([lead.progress.data_position if lead else 0])
     (position,) = engine.broadcast_wait()
     blocks = run.data.open_train()
     shard = run.shard(len(blocks), position)
     sequences = engine.micro_batch * engine.grad_accumulation
-    return Batches(blocks, shard, engine.rank, engine.world_size, sequences, engine.device.type == "cuda")
+    pinned = engine.device.type == "cuda"
+    batches = Batches(blocks, shard, engine.rank, engine.world_size, sequences, pinned)
+    least_step_s = run.config.trainer.least_step_s
+    return PacedBatches(batches, least_step_s) if least_step_s else batches
 
 
 def _learning_rate(run: OpenRun) -> tuple[float, Callable[[int], float]]:

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Four islands in a seeded storm of faults on two cores, beside the same run without: what it costs. About 45 minutes; 10 with --short.
+#   bash launch/storm.sh [--short] [--seed N] [--json] [key=value ...]      also --minutes M, --rate N, --without-calm (diloco-ds drill storm)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+arguments=()
+for argument in "$@"; do
+    case $argument in
+        --short) arguments+=(--minutes 3) ;;
+        *) arguments+=("$argument") ;;
+    esac
+done
+
+bash launch/setup.sh >&2
+exec .venv/bin/diloco-ds drill storm launch/storm.yaml "${arguments[@]}"
