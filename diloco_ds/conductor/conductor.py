@@ -198,11 +198,16 @@ class Conductor:
         self._screen.update(at_once=True)
         self._evaluations.cancel()
         ending.end_cleanly(self._parts, self._in_a_hurry)
+        self._tell_of_what_is_cut_off()
         unsaved = not self._in_a_hurry() and not self._syncer_said("stopped", "finished")
         ending.sweep(self._run_id, keep_shared_memory=unsaved)
         if unsaved:
             reason += "; the syncer wrote no checkpoint, so its state is kept in shared memory"
         self._set_state(state, reason)
+
+    def _tell_of_what_is_cut_off(self) -> None:
+        if reason := ending.cut_off(self._parts):
+            self._tell("warning", reason, role="observer")
 
     def _in_a_hurry(self) -> bool:
         return self._stops.count > 1
@@ -214,6 +219,7 @@ class Conductor:
         if not self._carry_out(closing, closing.evaluate_and_export()):
             return self._stop(f"stopped during: {self._reason}")
         ending.end_rest(self._parts, self._in_a_hurry)
+        self._tell_of_what_is_cut_off()
         ending.sweep(self._run_id)
         self._set_state("finished", "")
         self._tell("finished", "the token budget is merged")

@@ -13,7 +13,11 @@ from diloco_ds.conductor.shared_memory import remove_shared_memory
 
 CHECKPOINTS_WITHIN_S = 26.0
 """For the learners' and the syncer's checkpoints; a supervisor itself gives its learner a little less."""
+CLEANLY_WITHIN_S = 29.0
+"""For a clean end as a whole: the user is promised 30 seconds."""
 REST_WITHIN_S = 3.0
+OBSERVER_WITHIN_S = 15.0
+"""For what wandb has still to upload: the observer gives it up a little earlier (observer.FINISH_TIMEOUT_S)."""
 POLL_S = 0.05
 
 
@@ -22,12 +26,13 @@ def end_cleanly(parts: Parts, hurry: Callable[[], bool]) -> None:
 
     What still runs afterwards is for `sweep`.
     """
+    deadline = time.monotonic() + CLEANLY_WITHIN_S
     end_chaos(parts, hurry)
     saving = [*parts.supervisors.values(), parts.syncer]
     for part in saving:
         part.signal(signal.SIGTERM)
     _wait(saving, CHECKPOINTS_WITHIN_S, hurry)
-    end_rest(parts, hurry)
+    end_rest(parts, hurry, deadline)
 
 
 def end_chaos(parts: Parts, hurry: Callable[[], bool]) -> None:
@@ -37,12 +42,26 @@ def end_chaos(parts: Parts, hurry: Callable[[], bool]) -> None:
         _wait([parts.chaos], REST_WITHIN_S, hurry)
 
 
-def end_rest(parts: Parts, hurry: Callable[[], bool]) -> None:
-    """End links and observer, which have nothing to save that is not on disk."""
-    rest = [*parts.links.values(), *([parts.observer] if parts.observer else [])]
-    for part in rest:
+def end_rest(parts: Parts, hurry: Callable[[], bool], deadline: float = float("inf")) -> None:
+    """End links, which have nothing to save, and the observer, which may have to upload the rest of what it has logged.
+
+    It is waited for until `deadline` (monotonic seconds) at most, but as long as for the links in any case.
+    """
+    observer = [parts.observer] if parts.observer else []
+    links = [*parts.links.values()]
+    began = time.monotonic()
+    for part in [*links, *observer]:
         part.signal(signal.SIGTERM)
-    _wait(rest, REST_WITHIN_S, hurry)
+    _wait(links, REST_WITHIN_S, hurry)
+    until = max(began + REST_WITHIN_S, min(began + OBSERVER_WITHIN_S, deadline))
+    _wait(observer, until - time.monotonic(), hurry)
+
+
+def cut_off(parts: Parts) -> str | None:
+    """In words, what is not in wandb because its observer has not ended; None if it has, or there is none."""
+    if parts.observer is None or not parts.observer.alive():
+        return None
+    return "wandb had not uploaded all when the run ended; the rest lies in its directory wandb: upload it with wandb sync"
 
 
 def sweep(run_id: str, *, keep_shared_memory: bool = False) -> None:

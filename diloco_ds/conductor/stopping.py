@@ -73,6 +73,8 @@ def _without_conductor(run: RunDir, run_id: str, now: bool) -> int:
         parts = Parts.of(run, run_config(run), islands=True)
         parts.take_over(run)
         ending.end_cleanly(parts, lambda: False)
+        if reason := ending.cut_off(parts):
+            print(f"{root}: {reason}")
         said = read_status_file(run, "syncer", StatusFile)
         unsaved = said is None or said.state not in ("stopped", "finished")
     ending.sweep(run_id, keep_shared_memory=unsaved)

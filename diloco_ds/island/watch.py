@@ -74,7 +74,10 @@ class StepRhythm:
 
 
 class Restarts:
-    """How long to wait before a learner that ended is started again, and when to give it up."""
+    """How long to wait before a learner that ended is started again, and when to give it up.
+
+    One that was well for long enough is started again at once; from then on the delays double.
+    """
 
     def __init__(
         self,
@@ -106,7 +109,8 @@ class Restarts:
         if self.barren >= self._give_up_after or self._same_error >= SAME_ERRORS:
             return None
         if stepped_for_s is not None and stepped_for_s >= self._healthy_after_s:
-            self._delay_s = self._shortest_s
-        delay, self._delay_s = self._delay_s, min(2 * self._delay_s, self._longest_s)
+            self._delay_s = 0.0
+        delay = self._delay_s
+        self._delay_s = min(max(2 * delay, self._shortest_s), self._longest_s)
         self.count += 1
         return delay

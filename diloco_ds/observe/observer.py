@@ -38,7 +38,9 @@ POLL_S = 1.0
 STATUS_EVERY = 10  # polls between two looks at whether the run has ended
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 10.0
-"""How long the end of one wandb run may take; what is not uploaded by then stays in the run directory."""
+"""How long the end of the wandb runs, all at once, may take; what is not uploaded by then stays in the run directory.
+The conductor waits a little longer (conductor/ending.py).
+"""
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -69,13 +71,24 @@ class Observer:
         return logged
 
     def finish(self) -> None:
-        """End all wandb runs; waits until they are written (offline) or uploaded (online)."""
+        """End all wandb runs; waits until they are written (offline) or uploaded (online).
+
+        What takes longer than FINISH_TIMEOUT_S to upload is told of and left in the run directory.
+        """
         if not self._wandb_runs:
             return
+        unsent = []
         with ThreadPoolExecutor(len(self._wandb_runs)) as together:
-            for ended in [together.submit(run.finish) for run in self._wandb_runs.values()]:
-                ended.result()
+            ending = {name: together.submit(run.finish) for name, run in self._wandb_runs.items()}
+            for name, ended in ending.items():
+                try:
+                    ended.result()
+                except TimeoutError:
+                    unsent.append(name)
         self._wandb_runs.clear()
+        if unsent:
+            what = f"not all of {', '.join(unsent)} was uploaded within {FINISH_TIMEOUT_S:.0f} s"
+            warn(self._run, f"wandb: {what}; upload the rest with wandb sync {self._run.root}/wandb/run-*")
 
     def _wandb_run(self, name: str) -> wandb.Run:
         if name not in self._wandb_runs:
@@ -127,6 +140,7 @@ class Observer:
                 x_disable_stats=name != SYNCER,  # once a host is enough
                 init_timeout=INIT_TIMEOUT_S,
                 finish_timeout=FINISH_TIMEOUT_S,
+                finish_timeout_raises=True,
             ),
         )
         run.define_metric("tokens", hidden=True)

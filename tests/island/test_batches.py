@@ -1,3 +1,5 @@
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -5,6 +7,7 @@ import torch
 from diloco_ds.data.blocks import BlockFile
 from diloco_ds.data.shard import Shard
 from diloco_ds.island.batches import Batches
+from diloco_ds.island.pace import PacedBatches
 
 
 def blocks(count=100, length=4):
@@ -46,3 +49,19 @@ def test_an_error_of_the_reader_reaches_the_loop():
         batches.next()
     assert isinstance(caught.value.__cause__, OSError)
     batches.close()
+
+
+def test_a_set_pace_holds_back_and_is_not_made_up_for():
+    batches = PacedBatches(Batches(blocks(), Shard(100, 7, 0, 1), 0, 1, 1, False), 0.1)
+    given = []
+    try:
+        for step in range(6):
+            batches.next()
+            given.append(time.monotonic())
+            if step == 2:
+                time.sleep(0.35)  # a step that takes longer than three
+    finally:
+        batches.close()
+    gaps = np.diff(given)
+    assert all(gap > 0.099 for gap in gaps), "the pace is kept, also after a long step"
+    assert gaps[2] >= 0.35

@@ -66,9 +66,9 @@ def test_the_reason_is_in_words():
 def test_delays_double_up_to_the_longest_and_fall_back_after_a_good_run():
     restarts = Restarts()
     assert [restarts.ended(5.0) for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
-    assert restarts.ended(60.0) == 1
-    assert restarts.ended(5.0) == 2
-    assert restarts.count == 9
+    assert restarts.ended(60.0) == 0
+    assert [restarts.ended(5.0) for _ in range(3)] == [1, 2, 4]
+    assert restarts.count == 11
 
 
 def test_it_gives_up_after_ten_ends_in_a_row_without_a_step():

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from recorded_run import GONE, new_run, record_training, write_status
 
+from diloco_ds.config_file import load_config
 from diloco_ds.observe import observer
 from diloco_ds.observe.metrics import MetricsFile, read_metrics
 from diloco_ds.observe.wandb_points import points, wandb_run_of
@@ -279,3 +280,24 @@ def test_a_server_out_of_reach_means_offline(tmp_path: Path) -> None:
     warnings = [record["reason"] for record in read_metrics(run.metrics) if record.get("role") == "observer"]
     assert len(warnings) == 1
     assert "wandb cannot be reached" in warnings[0]
+
+
+def test_what_is_not_uploaded_in_time_is_told_of_once(tmp_path: Path) -> None:
+    class Run:
+        """A wandb run that ends as it is told to."""
+
+        def __init__(self, slow: bool) -> None:
+            self.slow = slow
+
+        def finish(self) -> None:
+            if self.slow:
+                raise TimeoutError("Timed out finishing run.")
+
+    run = new_run(tmp_path, observe={"wandb": {"mode": "online"}})
+    watching = observer.Observer(run, load_config(run.config), "online")
+    watching._wandb_runs = {"island-a": Run(slow=True), "island-b": Run(slow=False), "syncer": Run(slow=True)}
+    watching.finish()
+    watching.finish()
+    (warning,) = [record for record in read_metrics(run.metrics) if record.get("role") == "observer"]
+    assert "not all of island-a, syncer was uploaded within 10 s" in warning["reason"]
+    assert f"wandb sync {run.root}/wandb/run-*" in warning["reason"]
