@@ -176,13 +176,13 @@ class Merge(Block):
         description="Weight of a learner: tokens^2 / steps (Sec. 3.2), or equal for all that made a step.",
     )
     anchor: Literal["global", "base"] = Field(
-        "base",
-        description="What a late answer's outer gradient is measured from: its own base version, or the syncer's "
-        "fragment at the merge. Answers in time are on the current version, where the two are one.",
+        "global",
+        description="What a late answer's outer gradient is measured from: the syncer's fragment at the merge (App. D.2), "
+        "or its own base version. Answers in time are on the current version, where the two are one.",
     )
     late: Literal["merge_next", "drop"] = Field(
         "merge_next",
-        description="An answer after its round closed: kept under its own base for the fragment's next round, or dropped.",
+        description="An answer after its round closed: kept for the fragment's next round, or dropped.",
     )
     outlier_factor: float = Field(
         50.0,

@@ -159,7 +159,7 @@ def _add_train(parts: Any) -> None:
     part.add_argument("--slowest", type=float, default=0.0, help="how far the slowest is behind, 0..1 (0)")
     part.add_argument("--step-variance", type=float, default=0.0, help="relative deviation of a step (0)")
     part.add_argument("--matrices", choices=("rda", "mean"), default="rda", help="merge of the matrices")
-    part.add_argument("--anchor", choices=("base", "global"), default="base", help="of late answers")
+    part.add_argument("--anchor", choices=("base", "global"), default="global", help="of late answers")
     part.add_argument("--adoption", choices=("overwrite", "mix", "rebase"), default="overwrite")
     part.add_argument("--data-parallel", action="store_true", help="the same tokens, synchronously")
     _add_exchange(part)
