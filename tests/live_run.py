@@ -72,6 +72,10 @@ class LiveRun:
             check=False,
         )
 
+    def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start any other `diloco-ds` command; its end is the caller's business."""
+        return subprocess.Popen([sys.executable, "-m", "diloco_ds.cli", *arguments], cwd=self.work)
+
     def press_ctrl_c(self) -> None:
         """SIGINT to the conductor, as a terminal sends it."""
         assert self.conductor is not None

@@ -53,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry out one drill and show what was measured."""
+    """Carry out one drill and show what was measured. Interrupted, also by SIGTERM, it stops the run it conducts."""
+    from diloco_ds.conductor.stops import Stops
+
+    Stops()
     return int(arguments.drill(arguments))
 
 

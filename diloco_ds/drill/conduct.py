@@ -14,9 +14,9 @@ from diloco_ds.drill.live import Live, free_directory, live_run, told_of
 from diloco_ds.errors import UserError
 from diloco_ds.rundir import RunDir, write_atomically, write_json
 
-LEAD_S = 20.0
+LEAD_S = 15.0
 """Without faults, before a storm or a throttling begins: what comes after is compared with it."""
-TAIL_S = 45.0
+TAIL_S = 40.0
 """Without faults, after a storm: the last victims come back, and what they made is merged."""
 PARTS = 3
 """Scavenging: the guest comes after a third of the tokens and leaves after two."""
@@ -62,7 +62,8 @@ def weather_storm(
         say("the storm is over")
         told = run.until_finished()
     calm = told_of(root / "calm") if with_calm else None
-    return _kept(root, {"seed": seed, "per_hour": rate, **storm.measure(told, calm, _ledger(root / "storm"))})
+    asked = {"seed": seed, "per_hour": rate, "set_step_s": config.trainer.least_step_s}
+    return _kept(root, {**asked, **storm.measure(told, calm, _ledger(root / "storm"))})
 
 
 def mix_speeds(run_file: Path, settings: list[str], root: Path, *, factor: float, say: Say) -> dict[str, Any]:

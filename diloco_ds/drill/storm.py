@@ -23,12 +23,12 @@ from diloco_ds.errors import UserError
 
 AFTERMATH_S = 20.0
 """The storm is taken to last so long after the last fault, or its end."""
-GOALS = {
+GOALS: dict[str, tuple[str, float]] = {
     "goodput": ("at least", 0.99),
     "longest_gap_steps": ("at most", 3.0),
     "participation": ("at least", 0.9),
     "recovery_s": ("at most", 20.0),
-    "blocks_lost": ("at most", 0),
+    "blocks_lost": ("exactly", 0),
 }
 
 
@@ -55,7 +55,8 @@ def measure(storm: Told, calm: Told | None, ledger: Mapping[str, Any] | None = N
         "usual_step_s": {island: pace.step_s for island, pace in paces.items()},
         "participation": participation(storm, begin, end),
         "recovery_s": summary(back),
-        "blocks_lost": ledger.get("lost") if ledger else None,
+        "blocks_lost": blocks_lost(ledger) if ledger else None,
+        "blocks_trained_twice": ledger.get("trained_twice") if ledger else None,
         "ledger": ledger,
         "loss": storm.loss,
         "loss_without_faults": calm.loss if calm else None,
@@ -138,6 +139,12 @@ def participation(storm: Told, begin: float, end: float) -> dict[str, float | No
     }
 
 
+def blocks_lost(ledger: Mapping[str, Any]) -> int:
+    """Blocks of the epochs begun that are in none of the accounts merged, leased and free."""
+    begun = ledger["epochs"] * ledger["epoch_blocks"]
+    return int(begun - ledger["merged"] - ledger["leased"] - ledger["free"])
+
+
 def goals_met(result: Mapping[str, Any]) -> dict[str, bool | None]:
     """Which of `GOALS` are; None where nothing was measured."""
     recovery = result["recovery_s"]
@@ -148,8 +155,8 @@ def goals_met(result: Mapping[str, Any]) -> dict[str, bool | None]:
         "recovery_s": float("inf") if recovery["not_back"] else recovery["max"],
         "blocks_lost": result["blocks_lost"],
     }
-    return {
-        name: None if value is None else bool(value >= bound if how == "at least" else value <= bound)
-        for name, value in measured.items()
-        for how, bound in [GOALS[name]]
-    }
+    return {name: None if value is None else _met(value, *GOALS[name]) for name, value in measured.items()}
+
+
+def _met(value: float, how: str, bound: float) -> bool:
+    return bool({"at least": value >= bound, "at most": value <= bound, "exactly": value == bound}[how])

@@ -15,6 +15,11 @@ def storm_table(result: dict[str, Any]) -> str:
     kinds = ", ".join(f"{kind} {number}" for kind, number in result["faults_by_kind"].items())
     rows = [
         ("faults", f"{result['faults']} in {result['seconds'] / 60:.1f} min: {kinds}", ""),
+        (
+            f"usual step, s (set: {result['set_step_s']:g})",
+            ", ".join(f"{island} {fixed(seconds, 2)}" for island, seconds in result["usual_step_s"].items()),
+            "",
+        ),
         ("goodput of the live time", fixed(result["goodput"], 4), _goal("goodput", met)),
         ("goodput of all time", fixed(result["goodput_of_all_time"], 4), ""),
         (
@@ -35,6 +40,7 @@ def storm_table(result: dict[str, Any]) -> str:
             for victim, numbers in recovery["by_victim"].items()
         ),
         ("blocks lost", _or_dash(result["blocks_lost"]), _goal("blocks_lost", met)),
+        ("blocks trained twice", _or_dash(result["blocks_trained_twice"]), ""),
         ("held-out loss with the storm", fixed(result["loss"], 4), ""),
         ("held-out loss without", fixed(result["loss_without_faults"], 4), ""),
     ]

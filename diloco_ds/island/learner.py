@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from diloco_ds.core.events import LearnerPhase
@@ -58,7 +59,7 @@ class Learner:
         self,
         run: OpenRun,
         engine: Engine,
-        batches: Batches | PacedBatches,
+        batches: Batches,
         completion: Completion,
         zero: RankZero | None,
         stop: Stop,
@@ -175,7 +176,7 @@ def _rank_zero(run: OpenRun, engine: Engine, lead: Lead, log: StepLog, outcome: 
     return RankZero(lead, log, saver, config.exchange.grace.smoothing)
 
 
-def _open_batches(run: OpenRun, engine: Engine, lead: Lead | None) -> Batches | PacedBatches:
+def _open_batches(run: OpenRun, engine: Engine, lead: Lead | None) -> Batches:
     """Every rank reads from the island's position, which rank 0 knows."""
     engine.broadcast_start([lead.progress.data_position if lead else 0])
     (position,) = engine.broadcast_wait()
@@ -183,9 +184,9 @@ def _open_batches(run: OpenRun, engine: Engine, lead: Lead | None) -> Batches | 
     shard = run.shard(len(blocks), position)
     sequences = engine.micro_batch * engine.grad_accumulation
     pinned = engine.device.type == "cuda"
-    batches = Batches(blocks, shard, engine.rank, engine.world_size, sequences, pinned)
     least_step_s = run.config.trainer.least_step_s
-    return PacedBatches(batches, least_step_s) if least_step_s else batches
+    make = partial(PacedBatches, least_step_s) if least_step_s else Batches
+    return make(blocks, shard, engine.rank, engine.world_size, sequences, pinned)
 
 
 def _learning_rate(run: OpenRun) -> tuple[float, Callable[[int], float]]:

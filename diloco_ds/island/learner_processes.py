@@ -33,6 +33,7 @@ class LearnerProcesses:
         self._mark = mark(run_id, island, incarnation)
         self._popen = popen
         self._ranks: dict[int, psutil.Process] = {}
+        self._broken_since: float | None = None
 
     @classmethod
     def start(
@@ -86,6 +87,14 @@ class LearnerProcesses:
         if len(self._ranks) < expected:
             self._ranks = _ranks_among(self.members())
         return len(self._ranks) == expected
+
+    def broken_for(self, now: float) -> float:
+        """Seconds, at `now`, since a rank that had been found was first seen to have ended; 0 while all live."""
+        if all(_alive(process) for process in self._ranks.values()):
+            self._broken_since = None
+        elif self._broken_since is None:
+            self._broken_since = now
+        return now - self._broken_since if self._broken_since is not None else 0.0
 
     def exit_code(self) -> int | None:
         """None while it runs; else the launcher's exit code (-9 = by SIGKILL).

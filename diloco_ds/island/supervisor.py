@@ -42,6 +42,10 @@ from diloco_ds.rundir import RunDir, SharedMemory, write_atomically, write_json
 CLEAN_END_S = 25.0
 """How long a learner that was asked to stop may take to write its checkpoint."""
 POLL_S = 0.2
+LAUNCHER_WITHIN_S = 3.0
+"""For the launcher to end once a rank has. It asks the other ranks to end and gives them 30 s; those of a broken world
+may be stuck in a collective operation and hear nothing.
+"""
 GIVEN_UP = 1
 USER_ERROR = 2
 """Exit code of a learner that cannot run as it is configured: starting it again would not help."""
@@ -184,12 +188,19 @@ class Supervisor:
                 return self._ending(learner, code)
             if len(learner.ranks) < ranks and learner.find_ranks(ranks):
                 self._write_status(learner)
+            if rhythm.stepping and self._is_broken(learner):
+                return Ending("restarting", "a rank has ended, and the others wait for it")
             if not self._mailbox.is_current():
                 return Ending("restarting", f"its mailbox {self._mailbox.folder} was removed")
             self._observe(learner, rhythm)
             if reason := rhythm.hung(time.monotonic()):
                 return Ending("restarting", reason)
             time.sleep(POLL_S)
+
+    def _is_broken(self, learner: LearnerProcesses) -> bool:
+        """Whether it cannot go on though its launcher runs. In a run that ends, ranks end one after the other."""
+        broken = learner.broken_for(time.monotonic()) > LAUNCHER_WITHIN_S
+        return broken and self._orders_phase() in (None, "run")
 
     def _observe(self, learner: LearnerProcesses, rhythm: StepRhythm) -> None:
         sequence, report = self._report_of(learner)

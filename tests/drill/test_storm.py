@@ -70,6 +70,14 @@ def test_the_pace_of_a_calm_run_is_what_counts():
     assert result["loss_without_faults"] == 2.25
 
 
+@pytest.mark.parametrize(("merged", "lost"), [(70, 0), (67, 3), (71, -1)])
+def test_a_block_in_no_account_is_lost_and_one_in_two_as_bad(merged, lost):
+    ledger = {"epochs": 2, "epoch_blocks": 50, "merged": merged, "leased": 20, "free": 10, "trained_twice": 4}
+    result = measure(a_storm(), None, ledger)
+    assert (result["blocks_lost"], result["blocks_trained_twice"]) == (lost, 4)
+    assert result["goals_met"]["blocks_lost"] is (lost == 0)
+
+
 def test_without_faults_or_without_calm_there_is_nothing_to_measure():
     with pytest.raises(UserError, match="no fault"):
         measure(told(steps("a", range(10))), None)

@@ -4,6 +4,7 @@ import signal
 import statistics
 import time
 
+import psutil
 import pytest
 from live_run import assert_no_gap, live_run, written
 
@@ -61,6 +62,43 @@ def test_garbage_is_dropped_and_counted_and_never_merged(run):
 def test_a_cut_link_stops_no_island(run):
     since, until = chaos(run, "--fault", "cut", "--target", "a", "--seconds", "3")
     again = run.until_merged_again("a", since=until)
+    for name in "ab":
+        assert_no_gap(run, name, since, again)
+
+
+def test_a_slow_island_is_merged_all_the_same_and_slows_nobody_else(run):
+    before = run.island("a")
+    rank = psutil.Process(before.pids.ranks[0])
+    with run.begin(
+        "chaos", str(run.dir.root), "--fault", "slow", "--target", "a", "--seconds", "15"
+    ) as chaos:
+        (fault,) = run.until(lambda: run.records("event", event="fault", fault="slow"), "it is throttled")
+        since, used = time.time(), sum(rank.cpu_times()[:2])
+        run.until_merged_again("a", since=since)
+        run.until(lambda: time.time() - since > 10, "some of its time", within_s=30)
+        share = (sum(rank.cpu_times()[:2]) - used) / (time.time() - since)
+        assert chaos.wait() == 0
+    assert 0.02 < share < 0.4, "a quarter of the time at four times slower"
+    until = time.time()
+    assert_no_gap(run, "b", fault["time"], until)
+    run.until_merged_again("a", since=until)
+    assert run.island("a").incarnation == before.incarnation, "nobody takes it for hung"
+
+
+def test_heal_ends_what_chaos_that_was_killed_left_behind(run):
+    before = run.island("a")
+    ends = [psutil.Process(pid) for pid in (before.pids.agent, before.pids.proxy)]
+    still = lambda: [end.status() == psutil.STATUS_STOPPED for end in ends]  # noqa: E731
+    since = time.time()
+    with run.begin("chaos", str(run.dir.root), "--fault", "cut", "--target", "a", "--seconds", "600") as cut:
+        run.until(lambda: all(still()), "its link stands still")
+        cut.kill()
+    assert all(still()), "nobody else continues it"
+    _, until = chaos(run, "--fault", "heal", "--target", "a")
+    assert not any(still())
+    again = run.until_merged_again("a", since=until)
+    after = run.island("a")
+    assert (after.pids, after.incarnation) == (before.pids, before.incarnation)
     for name in "ab":
         assert_no_gap(run, name, since, again)
 

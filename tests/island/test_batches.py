@@ -52,7 +52,7 @@ def test_an_error_of_the_reader_reaches_the_loop():
 
 
 def test_a_set_pace_holds_back_and_is_not_made_up_for():
-    batches = PacedBatches(Batches(blocks(), Shard(100, 7, 0, 1), 0, 1, 1, False), 0.1)
+    batches = PacedBatches(0.1, blocks(), Shard(100, 7, 0, 1), 0, 1, 1, False)
     given = []
     try:
         for step in range(6):

@@ -62,10 +62,17 @@ def run(tmp_path, monkeypatch):
     shutil.rmtree(SharedMemory(run.run_id()).root)
 
 
-def supervise(run, monkeypatch, script):
-    """Supervise stand-ins that do `script`; the exit code and the status at the end."""
+def supervise(run, monkeypatch, script, rank=0):
+    """Supervise stand-ins that do `script`, as this rank or (None) as the launcher; exit code and status at the end."""
     folder = SharedMemory(run.run_id()).island_end("a")
-    command = ["/usr/bin/env", "RANK=0", sys.executable, "-c", PRELUDE + script, str(folder)]
+    command = [
+        "/usr/bin/env",
+        *([f"RANK={rank}"] if rank is not None else []),
+        sys.executable,
+        "-c",
+        PRELUDE + script,
+        str(folder),
+    ]
     monkeypatch.setattr(supervisor, "launch_command", lambda *_arguments: command)
     code = supervisor.Supervisor(run, "a").run()
     return code, json.loads(run.status("supervisor.a").read_text())
@@ -111,6 +118,30 @@ report("drained", 3)
     first, second = reasons(run, "learner_restarting")
     assert "exit code 1: ValueError: the first one; see" in first
     assert "exit code 4; see" in second
+
+
+def test_a_dead_rank_that_the_others_wait_for_is_not_waited_for(run, monkeypatch):
+    """The launcher waits for rank 0, which does not hear it; rank 1 has ended."""
+    script = """
+if incarnation > 1:
+    report("drained", 3)
+    sys.exit(0)
+import subprocess
+stuck = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+ranks = [
+    subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RANK": str(rank)})
+    for rank, code in enumerate((stuck, "import time; time.sleep(2)"))
+]
+steps(4)
+[each.wait() for each in ranks]
+"""
+    monkeypatch.setattr(supervisor, "LAUNCHER_WITHIN_S", 0.5)
+    two = tiny_config(run.root.parent, islands=1, ranks=2)
+    save_config(two, run.config)
+    monkeypatch.delenv("RANK", raising=False)
+    code, status = supervise(run, monkeypatch, script, rank=None)
+    assert (code, status["state"], status["restarts"]) == (0, "done", 1)
+    assert reasons(run, "learner_restarting")[0].startswith("a rank has ended, and the others wait for it")
 
 
 def test_a_mailbox_that_was_removed_is_made_again(run, monkeypatch):
