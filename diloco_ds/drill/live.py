@@ -50,7 +50,7 @@ class Live:
             if (value := condition()) is not None:
                 return value
             if ended:
-                raise UserError(f"the run ended before {what}; see {_output(self.dir.root)}")
+                raise UserError(f"the run ended before {what}: {_last_words(self.dir.root)}")
             time.sleep(POLL_S)
 
     def until_all_are_merged(self) -> float:
@@ -79,13 +79,13 @@ class Live:
     def carry_out(self, name: str, *arguments: str) -> float:
         """`command`, to its end; when it ended (epoch seconds). UserError if it failed."""
         if self.command(name, *arguments).wait() != 0:
-            raise UserError(f"diloco-ds {name} failed; see {_output(self.dir.root)}")
+            raise UserError(f"diloco-ds {name} failed: {_last_words(self.dir.root)}")
         return time.time()
 
     def until_finished(self) -> Told:
         """Wait for the end of the run, and all it told. UserError unless it finished."""
         if self._train.wait() != 0:
-            raise UserError(f"the run did not finish; see {_output(self.dir.root)}")
+            raise UserError(f"the run did not finish: {_last_words(self.dir.root)}")
         return self.told()
 
     def stop(self) -> None:
@@ -143,3 +143,9 @@ def _start(root: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 def _output(root: Path) -> Path:
     return root.with_name(f"{root.name}.txt")
+
+
+def _last_words(root: Path) -> str:
+    """The last line that the run's commands printed, and where the others are."""
+    lines = [line for line in _output(root).read_text().splitlines() if line.strip()]
+    return f"{lines[-1] if lines else 'without a word'}; see {_output(root)}"
