@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import get_args
 
@@ -30,6 +30,13 @@ class Done:
     what: str
     pids: list[int]
     rest: Generator[float] | None = None
+
+
+def get_ready(kinds: Iterable[str]) -> None:
+    """Load what faults of these kinds need, which takes seconds: a fault shall not come late because of that."""
+    if {"lose", "garbage"} & set(kinds):
+        from diloco_ds.chaos import garbage  # noqa: F401
+        from diloco_ds.exchange import mailbox  # noqa: F401
 
 
 def inject(run: RunDir, fault: Fault, choose: random.Random) -> Done:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from diloco_ds.chaos.faults import Done, inject
+from diloco_ds.chaos.faults import Done, get_ready, inject
 from diloco_ds.chaos.schedule import Fault, Schedule
 from diloco_ds.chaos.targets import NotThere
 from diloco_ds.errors import UserError
@@ -49,6 +49,7 @@ class Injector:
     def run(self, stopped: Callable[[], bool]) -> None:
         """Do it all; returns when the last fault is over, `stopped()` says so or the run has ended."""
         faults = list(enumerate(self._schedule.faults))[self._first :]
+        get_ready(fault.fault for _, fault in faults)
         start = time.monotonic() - (self._skipped_s() if self._first else 0.0)
         look = 0.0
         try:
