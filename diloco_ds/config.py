@@ -233,6 +233,12 @@ class Syncer(Block):
         description="Least seconds of silence after which an island counts as absent; stretched to 10 of "
         "its own steps if those are longer.",
     )
+    return_within_s: float = Field(
+        30.0,
+        ge=0,
+        description="Seconds that a syncer whose shared memory was lost waits for islands that may hold newer fragments "
+        "than its checkpoint; islands train on meanwhile. 0: it does not ask.",
+    )
     keep_updates: bool = Field(
         False,
         description="Keep every merged update on disk so that `replay` can recompute the weights (tests; large).",

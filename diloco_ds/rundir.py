@@ -138,6 +138,11 @@ class SharedMemory:
         """The syncer's durable global state."""
         return self.root / "store"
 
+    @property
+    def returned(self) -> Path:
+        """What islands give back to a syncer that has lost its memory; only while it opens."""
+        return self.root / "returned"
+
     def syncer_end(self, island: str) -> Path:
         """The mailbox of an island at the syncer's end of its link."""
         return self.root / f"{island}.syncer"

@@ -10,6 +10,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from tiny_run import tiny_run_file
 
 from diloco_ds.conductor import ending, marks
 from diloco_ds.config_file import load_config
-from diloco_ds.observe.metrics import MetricsFollower, Record, read_metrics
+from diloco_ds.observe.metrics import MetricsFollower, Record
 from diloco_ds.observe.status import Status, read_status
 from diloco_ds.rundir import RunDir, SharedMemory
 
@@ -39,7 +40,12 @@ class LiveRun:
         self.config = load_config(self.run_file)
         self.dir = RunDir(directory / "runs" / "tiny")
         self.conductor: subprocess.Popen[bytes] | None = None
+        self.environment: dict[str, str] = {}
+        """More for the environment of the conductor, and so of everything it starts."""
         self._output = directory / "terminal.txt"
+        self._follower = MetricsFollower(self.dir.metrics)
+        self._records: list[Record] = []
+        self._reading = threading.Lock()
 
     # -- the user's hands
 
@@ -49,7 +55,7 @@ class LiveRun:
             self.conductor = subprocess.Popen(
                 [sys.executable, "-m", "diloco_ds.cli", "train", *(arguments or (str(self.run_file),))],
                 cwd=self.work,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -101,11 +107,13 @@ class LiveRun:
 
     def records(self, kind: str, **having: Any) -> list[Record]:
         """Records of metrics.jsonl of a kind, with these fields."""
-        return [
-            record
-            for record in read_metrics(self.dir.metrics)
-            if record["kind"] == kind and all(record.get(key) == value for key, value in having.items())
-        ]
+        with self._reading:
+            self._records += self._follower.read()
+            return [
+                record
+                for record in self._records
+                if record["kind"] == kind and all(record.get(key) == value for key, value in having.items())
+            ]
 
     def follow(self) -> MetricsFollower:
         """Follows what is written from now on."""

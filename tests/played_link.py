@@ -44,7 +44,11 @@ def update_header(fragment, version, run_id="run", island="a", numel=None):
     ).pack()
 
 
-def theta_header(version, run_id="run", extra=b""):
+IN_STORE, ON_THE_WAY = b'{"merges": 3, "tokens": 64, "merged": {"a": 2}}', b'{"merges": 3, "tokens": 64}'
+"""The store's mark, and what of it travels."""
+
+
+def theta_header(version, run_id="run", extra=IN_STORE):
     return ThetaHeader(run_id, 1, version, extra).pack()
 
 
@@ -77,7 +81,7 @@ class Ends:
         slot = self.theta.begin(fragment)
         slot[: NUMELS[fragment]] = version
         slot[NUMELS[fragment] :] = -1
-        self.theta.commit(fragment, version, meta or theta_header(version, extra=b"ours"))
+        self.theta.commit(fragment, version, meta or theta_header(version))
 
     def settle(self):
         """Pump both ends until nothing moves any more."""

@@ -22,12 +22,12 @@ from safetensors.torch import save_file
 from diloco_ds.config import RunConfig
 from diloco_ds.core.events import Report
 from diloco_ds.core.fragments import FragmentLayout, TensorSpec, balance
+from diloco_ds.core.returning import VERSION_GAP
 from diloco_ds.core.tape import Entry, Header, decode_all
 from diloco_ds.exchange import failpoint
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.exchange.merging import Merger
-from diloco_ds.exchange.syncer_checkpoint import VERSION_GAP
 from diloco_ds.exchange.syncer_process import main
 from diloco_ds.exchange.tensor_file import file_sha256
 from diloco_ds.exchange.wire import OrdersRecord, ReportRecord, UpdateHeader
@@ -260,7 +260,12 @@ def _config(blocks: dict) -> RunConfig:
         "grace": {"safety": 0.0},
         **blocks.pop("exchange", {}),
     }
-    syncer = {"lease_s": 2.0, "checkpoint_every_s": 3600.0, **blocks.pop("syncer", {})}
+    syncer = {
+        "lease_s": 2.0,
+        "checkpoint_every_s": 3600.0,
+        "return_within_s": 0.0,
+        **blocks.pop("syncer", {}),
+    }
     rest = {
         "name": "syncer-test",
         "budget": {"tokens": 10**9},

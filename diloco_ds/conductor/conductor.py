@@ -200,7 +200,7 @@ class Conductor:
         ending.end_cleanly(self._parts, self._in_a_hurry)
         self._tell_of_what_is_cut_off()
         unsaved = not self._in_a_hurry() and not self._syncer_said("stopped", "finished")
-        ending.sweep(self._run_id, keep_shared_memory=unsaved)
+        ending.sweep(self._run_id, keep_shared_memory=unsaved, here=self._here())
         if unsaved:
             reason += "; the syncer wrote no checkpoint, so its state is kept in shared memory"
         self._set_state(state, reason)
@@ -208,6 +208,9 @@ class Conductor:
     def _tell_of_what_is_cut_off(self) -> None:
         if reason := ending.cut_off(self._parts):
             self._tell("warning", reason, role="observer")
+
+    def _here(self) -> RunDir | None:
+        return None if self._elsewhere else self._run
 
     def _in_a_hurry(self) -> bool:
         return self._stops.count > 1
@@ -220,7 +223,7 @@ class Conductor:
             return self._stop(f"stopped during: {self._reason}")
         ending.end_rest(self._parts, self._in_a_hurry)
         self._tell_of_what_is_cut_off()
-        ending.sweep(self._run_id)
+        ending.sweep(self._run_id, here=self._here())
         self._set_state("finished", "")
         self._tell("finished", "the token budget is merged")
         self._carry_out(closing, closing.report())

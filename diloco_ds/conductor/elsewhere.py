@@ -22,6 +22,11 @@ def host_of(run: RunDir, island: str) -> str | None:
     return path.read_text().strip() if path.exists() else None
 
 
+def any_elsewhere(run: RunDir) -> bool:
+    """Whether any island of the run has ever said where it is."""
+    return any(_file(run, "").parent.glob(_file(run, "*").name))
+
+
 def link_arguments(link_args: Sequence[str], host: str) -> list[str]:
     """mpirun's arguments for a link from this host to `host`: the user's own, and the hosts unless they name them."""
     own = [str(argument) for argument in link_args]

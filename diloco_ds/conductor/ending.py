@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from diloco_ds.conductor import marks
 from diloco_ds.conductor.part import Part
 from diloco_ds.conductor.parts import Parts
 from diloco_ds.conductor.shared_memory import remove_shared_memory
+from diloco_ds.exchange.failpoint import failpoint
+from diloco_ds.rundir import RunDir
 
 CHECKPOINTS_WITHIN_S = 26.0
 """For the learners' and the syncer's checkpoints; a supervisor itself gives its learner a little less."""
@@ -31,6 +35,7 @@ def end_cleanly(parts: Parts, hurry: Callable[[], bool]) -> None:
     saving = [*parts.supervisors.values(), parts.syncer]
     for part in saving:
         part.signal(signal.SIGTERM)
+    failpoint("conductor.stopping")
     _wait(saving, CHECKPOINTS_WITHIN_S, hurry)
     end_rest(parts, hurry, deadline)
 
@@ -64,11 +69,35 @@ def cut_off(parts: Parts) -> str | None:
     return "wandb had not uploaded all when the run ended; the rest lies in its directory wandb: upload it with wandb sync"
 
 
-def sweep(run_id: str, *, keep_shared_memory: bool = False) -> None:
-    """Kill every process of the run that is left on this host and, unless it is to be kept, remove its shared memory."""
+def sweep(run_id: str, *, keep_shared_memory: bool = False, here: RunDir | None = None) -> None:
+    """Kill every process of the run that is left on this host and, unless it is to be kept, remove its shared memory.
+
+    `here`: the run's directory, if none of its processes ran elsewhere; what was being written when its writer was
+    killed is removed from it.
+    """
     marks.kill(lambda: marks.processes_of(run_id))
+    if here is not None:
+        remove_unfinished(here)
     if not keep_shared_memory:
         remove_shared_memory(run_id)
+
+
+def remove_unfinished(run: RunDir) -> None:
+    """Remove what was written under a hidden name and never renamed. Nobody may be writing."""
+    written = ("status", "islands", "checkpoints", "snapshots", "evaluations", "updates")
+    for folder in (
+        run.root,
+        *(path for name in written for path in [run.root / name, *_below(run.root / name)]),
+    ):
+        for path in folder.glob(".*.partial"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _below(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_dir()]
 
 
 def _wait(parts: Iterable[Part], seconds: float, hurry: Callable[[], bool]) -> None:

@@ -19,6 +19,7 @@ from diloco_ds.conductor.parts import Parts
 from diloco_ds.config import Island, RunConfig
 from diloco_ds.config_file import settings_tree
 from diloco_ds.errors import UserError
+from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.observe.manifest import read_manifest
 from diloco_ds.observe.status import Status, read_status
 from diloco_ds.rundir import RunDir, SharedMemory
@@ -83,6 +84,7 @@ class Members:
             name = joining.island.name
             if name not in self._parts.links and name not in self._left:
                 for part in self._parts.add(self._run, membership.run_config(self._run), name, self._islands):
+                    failpoint("conductor.joining")
                     if self._islands:  # elsewhere the link waits until the island says where it is
                         part.start()
                 yield name, "joined"

@@ -8,6 +8,7 @@ import sys
 import time
 
 from diloco_ds.conductor import ending, lock, marks
+from diloco_ds.conductor.elsewhere import any_elsewhere
 from diloco_ds.conductor.parts import Parts
 from diloco_ds.conductor.summary import shown
 from diloco_ds.errors import UserError
@@ -77,7 +78,7 @@ def _without_conductor(run: RunDir, run_id: str, now: bool) -> int:
             print(f"{root}: {reason}")
         said = read_status_file(run, "syncer", StatusFile)
         unsaved = said is None or said.state not in ("stopped", "finished")
-    ending.sweep(run_id, keep_shared_memory=unsaved)
+    ending.sweep(run_id, keep_shared_memory=unsaved, here=None if any_elsewhere(run) else run)
     print(
         f"{root}: stopped"
         + (f"; the syncer wrote no checkpoint, its state is kept in {memory}" if unsaved else "")

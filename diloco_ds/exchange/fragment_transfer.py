@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from diloco_ds.exchange.channel import Channel, Transfer
+from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.link_messages import Accept, Offer
 from diloco_ds.exchange.traffic import Traffic
@@ -87,6 +88,7 @@ class FragmentSender:
         if payload is not None and self._pin and not self._source.pin(fragment, version):
             payload = None
         data = None if payload is None else _as_bytes(payload[: self._numels[fragment]])
+        failpoint("link.sending")
         chunks = -(-4 * self._numels[fragment] // self._chunk)
         return _Outgoing(self._channel, self._source, fragment, version, data, self._chunk, chunks)
 
@@ -207,6 +209,7 @@ class FragmentReceiver:
                 continue
             del self._offers[fragment]
             self._channel.send_message(Accept(fragment, offer.version).pack())
+            failpoint("link.receiving")
             return _Incoming(self._channel, offer, _as_bytes(slot), self._chunk)
         return None
 

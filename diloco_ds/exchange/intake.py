@@ -11,8 +11,10 @@ from collections.abc import Iterator
 
 import torch
 
+from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.exchange.wire import ReportRecord, UpdateHeader, WireError
+from diloco_ds.rundir import SharedMemory
 
 
 class Refusal(Exception):
@@ -143,3 +145,11 @@ class Intake:
             raise Refusal("wrong_run", f"from run {run_id}, this is {self._run_id}")
         if island != self.name:
             raise Refusal("wrong_island", f"from island {island} in the mailbox of {self.name}")
+
+
+def open_intake(island: str, run_id: str, layout: FragmentLayout) -> Intake:
+    """The syncer's end of an island's exchange, made where it is not there yet."""
+    folder = SharedMemory(run_id).syncer_end(island)
+    there = folder.exists()
+    mailbox = Mailbox.open(folder) if there else Mailbox.create(folder, layout.numels, inbox=False)
+    return Intake(island, mailbox, run_id, layout.digest)

@@ -24,11 +24,14 @@ import psutil
 
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.channel import Channel
+from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.link_ends import agent_link, proxy_link
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.exchange.replication import Link, LinkIdentity
+from diloco_ds.exchange.returns import Returner
 from diloco_ds.exchange.space import private_folder
+from diloco_ds.exchange.traffic import Traffic
 from diloco_ds.rundir import RunDir, SharedMemory, write_json
 
 _BUSY_PAUSE_S = 1e-4
@@ -60,6 +63,7 @@ class LinkProcess:
         mailbox = self._wait_for(lambda: Mailbox.open(folder), folder)
         if mailbox is None:
             return
+        failpoint("link.connecting")
         link = self._connect(channel, mailbox)
         if link is not None:
             self._pump(link, mailbox)
@@ -84,8 +88,16 @@ class LinkProcess:
         if self.role == "agent":
             return agent_link(channel, mailbox, identity)
         path = self._shared.store / "theta"
-        theta = self._wait_for(lambda: FragmentBox.open(path), path)
-        return None if theta is None else proxy_link(channel, mailbox, theta, identity)
+        returner = Returner(channel, identity, self._shared.returned, Traffic())
+        theta = self._wait_for(lambda: FragmentBox.open(path), path, meanwhile=returner.pump)
+        if theta is None:
+            return None
+        while returner.pump() and not self._stopping:  # what is half received
+            time.sleep(_BUSY_PAUSE_S)
+        link = proxy_link(channel, mailbox, theta, identity)
+        if returner.hello is not None:
+            link.meet(returner.hello)
+        return link
 
     def _pump(self, link: Link, mailbox: Mailbox) -> None:
         pause = _BUSY_PAUSE_S
@@ -94,6 +106,7 @@ class LinkProcess:
             pause = _BUSY_PAUSE_S if busy else min(1.5 * pause, _IDLE_PAUSE_S)
             self._each_second(link, mailbox)
             time.sleep(pause)
+        failpoint("link.stopping")
         self.write_status("stopped", link)
 
     def _each_second(self, link: Link, mailbox: Mailbox) -> None:
@@ -105,15 +118,17 @@ class LinkProcess:
             _log.warning("%s was removed or made anew: this link ends", mailbox.folder)
             self._stopping = True
 
-    def _wait_for(self, opened: Callable[[], _T], path: Path) -> _T | None:
-        """What `opened` returns as soon as it finds its file, or None on SIGTERM."""
+    def _wait_for(
+        self, opened: Callable[[], _T], path: Path, meanwhile: Callable[[], bool] = lambda: False
+    ) -> _T | None:
+        """What `opened` returns as soon as it finds its file, or None on SIGTERM; `meanwhile()` is True while busy."""
         self.write_status("waiting")
         _log.info("waits for %s", path)
         while not self._stopping:
             try:
                 return opened()
             except FileNotFoundError:
-                time.sleep(0.05)
+                time.sleep(_BUSY_PAUSE_S if meanwhile() else _IDLE_PAUSE_S)
         self.write_status("stopped")
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.channel import Channel
@@ -21,7 +22,8 @@ def proxy_link(
     updates.
 
     Of each fragment in `theta`, the syncer's store, only the weights travel: its first numel(p) values, and
-    of its header all but the store's own `extra`. Other proxies read `theta` too, so nothing there is pinned.
+    of the mark in its header what an island could give back (returns.py). Other proxies read `theta` too, so
+    nothing there is pinned.
     """
     _check_fits(mailbox.outbox, identity)
     if len(theta.numels) != len(identity.numels) or any(
@@ -37,7 +39,7 @@ def proxy_link(
         record_in=mailbox.report,
         check_record=lambda payload: _check_report(payload, identity),
         sender=FragmentSender(
-            channel, theta, identity.numels, traffic, pin=False, header=_without_extra, chunk=chunk
+            channel, theta, identity.numels, traffic, pin=False, header=_for_the_way, chunk=chunk
         ),
         receiver=FragmentReceiver(
             channel,
@@ -73,6 +75,7 @@ def agent_link(channel: Channel, mailbox: Mailbox, identity: LinkIdentity, chunk
             check=lambda fragment, meta: _check_run(ThetaHeader.unpack(meta).run_id, identity.run_id),
             chunk=chunk,
         ),
+        returner=FragmentSender(channel, mailbox.inbox, identity.numels, traffic, pin=False, chunk=chunk),
     )
 
 
@@ -125,5 +128,9 @@ class _OrdersCheck:
         self._generation = orders.generation
 
 
-def _without_extra(meta: bytes) -> bytes:
-    return dataclasses.replace(ThetaHeader.unpack(meta), extra=b"").pack()
+def _for_the_way(meta: bytes) -> bytes:
+    """The header with as much of the store's mark as a syncer that has lost its memory needs of it."""
+    header = ThetaHeader.unpack(meta)
+    mark = json.loads(header.extra)
+    extra = json.dumps({"merges": mark["merges"], "tokens": mark["tokens"]}).encode()
+    return dataclasses.replace(header, extra=extra).pack()

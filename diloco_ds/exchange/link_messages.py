@@ -56,6 +56,14 @@ class Accept(Message):
     version: int
 
 
+@dataclass(frozen=True, slots=True)
+class Return(Message):
+    """To the agent, in place of a Hello: the syncer has lost its memory; offer what the inbox holds above these versions."""
+
+    KIND: ClassVar[int] = 21
+    above: tuple[int, ...]  # per fragment
+
+
 def unpack_link_message(data: bytes) -> Message:
     """Any of the messages above; WireError for anything else."""
-    return unpack_one_of(data, Hello, Value, Taken, Offer, Accept)
+    return unpack_one_of(data, Hello, Value, Taken, Offer, Accept, Return)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from diloco_ds.exchange.channel import Channel
 from diloco_ds.exchange.fragment_transfer import FragmentReceiver, FragmentSender
-from diloco_ds.exchange.link_messages import Accept, Hello, Offer, Taken, Value, unpack_link_message
+from diloco_ds.exchange.link_messages import Accept, Hello, Offer, Return, Taken, Value, unpack_link_message
 from diloco_ds.exchange.record import Record
 from diloco_ds.exchange.traffic import Traffic
 from diloco_ds.exchange.wire import Message, WireError
@@ -30,7 +30,10 @@ class LinkIdentity:
 
 
 class Link:
-    """One end. `check_record` raises WireError for a value that is foreign; it is then dropped and counted."""
+    """One end. `check_record` raises WireError for a value that is foreign; it is then dropped and counted.
+
+    `returner`, at an island's end, sends what the inbox holds to a syncer that has lost its memory (returns.py).
+    """
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Link:
         check_record: Callable[[bytes], None],
         sender: FragmentSender,
         receiver: FragmentReceiver,
+        returner: FragmentSender | None = None,
     ) -> None:
         self.traffic = traffic
         self.connected = False
@@ -53,6 +57,8 @@ class Link:
         self._records = _RecordSender(channel, record_out, traffic)
         self._sender = sender
         self._receiver = receiver
+        self._returner = returner
+        self._returning = False
         channel.send_message(self._hello().pack())
 
     def pump(self) -> bool:
@@ -62,7 +68,7 @@ class Link:
             self._take(data)
             busy = True
         if not self.connected:
-            return busy
+            return self._returner.pump() if self._returning and self._returner is not None else busy
         steps = (self._records.pump(), self._sender.pump(), self._receiver.pump())
         return busy or any(steps)
 
@@ -84,7 +90,10 @@ class Link:
     def _dispatch(self, message: Message) -> None:
         match message:
             case Hello():
-                self._meet(message)
+                self.meet(message)
+            case Return() if self._returner is not None:
+                self._returner.start(message.above)
+                self._returning = True
             case Value():
                 self._channel.send_message(Taken().pack())
                 self._check_record(message.payload)
@@ -94,18 +103,26 @@ class Link:
                 self._records.taken()
             case Offer():
                 self._receiver.offered(message)
+            case Accept() if self._returning and self._returner is not None:
+                self._returner.accepted(message)
             case Accept():
                 self._sender.accepted(message)
 
-    def _meet(self, hello: Hello) -> None:
-        ours, theirs = self._identity, hello
-        if theirs.run_id != ours.run_id:
-            raise WireError(f"the other end belongs to run {theirs.run_id}, this one to {ours.run_id}")
-        if theirs.layout_digest != ours.layout_digest or theirs.numels != ours.numels:
-            raise WireError(f"the other end has layout {theirs.layout_digest}, this one {ours.layout_digest}")
+    def meet(self, hello: Hello) -> None:
+        """The other end is there: replicate from now on. WireError if it does not belong to this one."""
+        check_hello(hello, self._identity)
+        self._returning = False
         self._records.start(hello.record_digest)
         self._sender.start(hello.versions)
         self.connected = True
+
+
+def check_hello(theirs: Hello, ours: LinkIdentity) -> None:
+    """WireError unless the hello is the other end's of this very link."""
+    if theirs.run_id != ours.run_id:
+        raise WireError(f"the other end belongs to run {theirs.run_id}, this one to {ours.run_id}")
+    if theirs.layout_digest != ours.layout_digest or theirs.numels != ours.numels:
+        raise WireError(f"the other end has layout {theirs.layout_digest}, this one {ours.layout_digest}")
 
 
 class _RecordSender:

@@ -9,10 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 from diloco_ds.config import RunConfig
 from diloco_ds.exchange.store import Store
-from diloco_ds.exchange.syncer_checkpoint import Facts, remove_unfinished, save, save_checkpoint
+from diloco_ds.exchange.syncer_checkpoint import (
+    Facts,
+    checkpoints,
+    mark_complete,
+    remove_unfinished,
+    save,
+    save_checkpoint,
+)
 from diloco_ds.exchange.tape_file import TapeFile
 from diloco_ds.rundir import RunDir
 
@@ -71,9 +79,14 @@ class Saver:
     def finish(self) -> bool:
         """Wait for the job in the background, then save what is not in a checkpoint yet; False if that failed."""
         self._collect()
-        if self._saved_merges != self._facts().merges:
-            self._start("checkpoint")
-            self._collect()
+        if self._saved_merges == self._facts().merges:
+            try:
+                mark_complete(checkpoints(self._run.syncer_checkpoints)[-1])
+            except OSError as error:
+                self._tell("warning", f"the last checkpoint is not marked as such: {error}")
+            return True
+        self._start("checkpoint", complete=True)
+        self._collect()
         return self._saved_merges == self._facts().merges
 
     def close(self) -> None:
@@ -84,9 +97,9 @@ class Saver:
         every = self._config.evaluation.every_tokens
         return tokens // every if every else 0
 
-    def _start(self, kind: str) -> None:
+    def _start(self, kind: str, *, complete: bool = False) -> None:
         work = self._checkpoint if kind == "checkpoint" else self._snapshot
-        facts = self._facts()
+        facts = replace(self._facts(), complete=complete)
         self._running = (kind, facts, self._thread.submit(work, facts))
 
     def _collect(self) -> None:

@@ -156,6 +156,7 @@ class LiveSyncer:
         values = intake.take(fragment)
         if values is None:
             return False
+        failpoint("syncer.taken")
         self._payloads.add(header.to_answer(), values)
         try:
             self._screen(header)
@@ -319,6 +320,7 @@ class LiveSyncer:
         for event in self._members.changes(self._core.has):
             if isinstance(event, Joined):
                 self._intakes[event.island] = self._members.open_intake(event.island)
+                failpoint("syncer.joining")
                 self._orders[event.island] = None
             self._take(event)
 
@@ -330,6 +332,7 @@ class LiveSyncer:
         return waited or not any(island.alive for island in self._core.view().islands.values())
 
     def _end(self) -> bool:
+        failpoint("syncer.ending")
         saved = self._saver.finish()
         state = "failed" if not saved else "finished" if self._core.phase == "finished" else "stopped"
         reason = self._stop_reason if saved else "the last checkpoint could not be written"

@@ -6,12 +6,14 @@ import logging
 import os
 import socket
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import psutil
 
 from diloco_ds.core.events import Merge
 from diloco_ds.core.view import IslandView, View
+from diloco_ds.exchange.recovery import Recovery
 from diloco_ds.exchange.wire import ReportRecord
 from diloco_ds.observe.metrics import MetricsFile
 from diloco_ds.rundir import RunDir, write_json
@@ -31,6 +33,7 @@ class Account:
         self._status_fails = False
         self.merges = 0
         """Merges since the run began."""
+        self._lost: str | None = None
 
     def tell(self, event: str, reason: str, **fields: Any) -> None:
         """An event of the run, into metrics and log."""
@@ -38,6 +41,12 @@ class Account:
         self._metrics.write(
             "event", event=event, role="syncer", reason=reason, generation=self._generation, **fields
         )
+
+    def tell_of_recovery(self, recovery: Recovery) -> None:
+        """What did not come back after the syncer's memory was lost; nothing to tell where nothing was lost."""
+        self._lost = recovery.lost
+        if self._lost is not None:
+            self.tell("recovered", self._lost, origins=[asdict(origin) for origin in recovery.origins])
 
     def drop(self, island: str, kind: str, reason: str) -> None:
         """Something of `island` was not let in. Counted; told the first time of its kind."""
@@ -99,6 +108,7 @@ class Account:
             "merges": self.merges,
             "drops": self._drops.total(),
             "drops_by_reason": dict(self._drops),
+            "lost": self._lost,
             "islands": {name: _island(island, reports.get(name)) for name, island in view.islands.items()},
         }
         try:

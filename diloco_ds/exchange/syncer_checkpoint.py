@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,11 @@ from safetensors import SafetensorError, safe_open
 
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.exchange.failpoint import failpoint
+from diloco_ds.exchange.recovery import Recovery
 from diloco_ds.exchange.store import Mark, Store, flatten
 from diloco_ds.exchange.tensor_file import TensorFileWriter, file_sha256
 
 FORMAT = 1
-
-VERSION_GAP = 1_000_000
-"""Versions left out after a checkpoint: more than one fragment can be merged until the next one."""
 
 
 class BadCheckpoint(Exception):
@@ -52,6 +50,7 @@ class Facts:
     tokens: int  # merged tokens
     merges: int  # since the run began
     time: float  # epoch seconds
+    complete: bool = False  # nothing is merged after it: the syncer ends
 
 
 def save(target: Path, store: Store, facts: Facts, *, with_outer: bool) -> None:
@@ -87,6 +86,15 @@ def save_checkpoint(directory: Path, store: Store, facts: Facts, keep: int) -> P
     return target
 
 
+def mark_complete(path: Path) -> None:
+    """Note that nothing is merged after the checkpoint `path`: the syncer ends. OSError if the disk does not take it."""
+    state = json.loads((path / "state.json").read_text())
+    partial = path / ".state.json.partial"
+    partial.unlink(missing_ok=True)
+    _write_durably(partial, json.dumps({**state, "complete": True}, indent=1) + "\n")
+    os.replace(partial, path / "state.json")
+
+
 def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in `directory`, oldest first."""
     if not directory.is_dir():
@@ -102,20 +110,23 @@ def remove_unfinished(directory: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def restore_checkpoint(path: Path, store: Store) -> None:
-    """Fill the empty `store` from the checkpoint at `path`.
+def restore_checkpoint(path: Path, store: Store, recovery: Recovery) -> None:
+    """Fill the empty `store` from the checkpoint at `path`, and with what islands give back.
 
     Versions go on above every number that may have been used since: what islands hold from then is older.
     BadCheckpoint if it is damaged or of another run, layout or outer optimizer.
     """
     state = _verified_state(path, store)
+    marks = [Mark.from_json(mark) for mark in state["fragments"]]
+    versions = [mark.version for mark in marks]
+    recovery.begin(versions, state["generation"], complete=state.get("complete", False))
     with _tensors(path / "theta.safetensors") as theta, _tensors(path / "outer.safetensors") as outer:
-        for fragment, mark in enumerate(state["fragments"]):
+        for fragment, mark in enumerate(marks):
             weights, buffers = store.begin(fragment)
             flatten(store.layout, fragment, theta.get_tensor, weights)
             for name, buffer in buffers.items():
                 buffer.copy_(outer.get_tensor(f"{fragment}.{name}"))
-            store.commit(fragment, _after_gap(Mark.from_json(mark)), state["generation"])
+            store.commit(fragment, recovery.go_on(mark, weights), state["generation"])
 
 
 def _write_tensors(partial: Path, store: Store, with_outer: bool) -> dict[str, Any]:
@@ -136,10 +147,6 @@ def _write_tensors(partial: Path, store: Store, with_outer: bool) -> dict[str, A
                 outer.write(payload[numel:])
         files_written = {file.path.name: file.close() for file in (theta, outer) if file is not None}
     return {"fragments": marks, "files": files_written}
-
-
-def _after_gap(mark: Mark) -> Mark:
-    return replace(mark, version=mark.version + VERSION_GAP)
 
 
 def _open_writer(

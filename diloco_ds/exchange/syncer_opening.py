@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from safetensors import SafetensorError, safe_open
 
 from diloco_ds.config import RunConfig
 from diloco_ds.core.fragments import FragmentLayout
+from diloco_ds.core.returning import Origin
 from diloco_ds.core.syncer import Syncer
 from diloco_ds.errors import UserError
-from diloco_ds.exchange.intake import Intake
-from diloco_ds.exchange.mailbox import Mailbox
+from diloco_ds.exchange.recovery import Recovery
 from diloco_ds.exchange.store import Mark, Store, flatten
 from diloco_ds.exchange.syncer_checkpoint import BadCheckpoint, checkpoints, restore_checkpoint
+from diloco_ds.exchange.tape_file import tells_of_a_merge
 from diloco_ds.exchange.tensor_file import file_sha256
 from diloco_ds.membership import run_config
 from diloco_ds.rundir import RunDir, SharedMemory
@@ -43,9 +45,16 @@ def read_layout(run: RunDir, manifest: dict[str, Any]) -> FragmentLayout:
 
 
 def open_store(
-    run: RunDir, manifest: dict[str, Any], layout: FragmentLayout, buffers: Sequence[str]
+    run: RunDir,
+    manifest: dict[str, Any],
+    layout: FragmentLayout,
+    buffers: Sequence[str],
+    recovery: Recovery,
 ) -> tuple[Store, str]:
-    """The run's store, and in words where it comes from. UserError if there is nothing sound to start from."""
+    """The run's store, and in words where it comes from. `recovery` is used where it must be made anew.
+
+    UserError if there is nothing sound to start from.
+    """
     run_id = manifest["run_id"]
     folder = SharedMemory(run_id).store
     if folder.exists():
@@ -53,7 +62,9 @@ def open_store(
     found = checkpoints(run.syncer_checkpoints)
     for path in reversed(found):
         try:
-            store = Store.create(folder, layout, buffers, run_id, partial(restore_checkpoint, path))
+            store = Store.create(
+                folder, layout, buffers, run_id, partial(restore_checkpoint, path, recovery=recovery)
+            )
         except BadCheckpoint as error:
             log.warning("checkpoint not used: %s", error)
             continue
@@ -67,12 +78,18 @@ def open_store(
         raise UserError(
             f"{weights} is not the file whose hash is in the manifest: the initial weights were changed"
         )
-    store = Store.create(folder, layout, buffers, run_id, partial(fill_with_initial, weights))
+    begins = not tells_of_a_merge(run.tape)
+    fill = partial(fill_with_initial, weights, recovery=None if begins else recovery)
+    store = Store.create(folder, layout, buffers, run_id, fill)
     return store, "the initial weights"
 
 
-def fill_with_initial(weights: Path, store: Store) -> None:
-    """Version 0 of every fragment from a safetensors file; the outer optimizer's buffers are zero."""
+def fill_with_initial(weights: Path, store: Store, recovery: Recovery | None) -> None:
+    """Version 0 of every fragment from a safetensors file; the outer optimizer's buffers are zero. Not version 0, and
+    perhaps not these weights, if something was merged before: then with `recovery`.
+    """
+    if recovery is not None:
+        recovery.begin([0] * store.layout.fragments, saved_by=0, complete=False)
     try:
         with safe_open(weights, framework="pt") as file:
             for fragment in range(store.layout.fragments):
@@ -80,17 +97,10 @@ def fill_with_initial(weights: Path, store: Store) -> None:
                 flatten(store.layout, fragment, file.get_tensor, theta)
                 for buffer in buffers.values():
                     buffer.zero_()
-                store.commit(fragment, Mark(version=0, round=0, merges=0, tokens=0), generation=0)
+                mark = Mark(version=0, round=0, merges=0, tokens=0)
+                store.commit(fragment, recovery.go_on(mark, theta) if recovery else mark, generation=0)
     except (SafetensorError, ValueError) as error:
         raise UserError(f"{weights}: {error}") from error
-
-
-def open_intake(island: str, run_id: str, layout: FragmentLayout) -> Intake:
-    """The syncer's end of an island's exchange, made where it is not there yet."""
-    folder = SharedMemory(run_id).syncer_end(island)
-    there = folder.exists()
-    mailbox = Mailbox.open(folder) if there else Mailbox.create(folder, layout.numels, inbox=False)
-    return Intake(island, mailbox, run_id, layout.digest)
 
 
 def restored_core(config: RunConfig, layout: FragmentLayout, marks: Sequence[Mark]) -> Syncer:
@@ -107,11 +117,16 @@ def restored_core(config: RunConfig, layout: FragmentLayout, marks: Sequence[Mar
     return core
 
 
-def tape_state(marks: Sequence[Mark]) -> dict[str, Any]:
-    """What the tape's header says of the state a generation starts from; `marks_of` reads it."""
-    return {"marks": [mark.to_json() for mark in marks]}
+def tape_state(marks: Sequence[Mark], origins: Sequence[Origin]) -> dict[str, Any]:
+    """What the tape's header says of the state a generation starts from; `marks_of` and `origins_of` read it."""
+    return {"marks": [mark.to_json() for mark in marks], "origins": [asdict(origin) for origin in origins]}
 
 
 def marks_of(state: Any) -> list[Mark]:
     """The marks in a tape header's state."""
     return [Mark.from_json(dict(mark)) for mark in state["marks"]]
+
+
+def origins_of(state: Any) -> list[Origin]:
+    """The origins in a tape header's state; none where the generation goes on from the store of the one before."""
+    return [Origin(**origin) for origin in state.get("origins", [])]

@@ -14,14 +14,16 @@ from pathlib import Path
 
 import torch
 
+from diloco_ds.config import RunConfig
 from diloco_ds.core.tape import Header
 from diloco_ds.errors import UserError
+from diloco_ds.exchange.intake import open_intake
 from diloco_ds.exchange.members import Members
 from diloco_ds.exchange.merging import Merger
+from diloco_ds.exchange.recovery import Recovery, ask_islands
 from diloco_ds.exchange.syncer import LiveSyncer, Parts
 from diloco_ds.exchange.syncer_account import Account
 from diloco_ds.exchange.syncer_opening import (
-    open_intake,
     open_store,
     read_config,
     read_layout,
@@ -30,6 +32,7 @@ from diloco_ds.exchange.syncer_opening import (
 )
 from diloco_ds.exchange.tape_file import TapeFile
 from diloco_ds.exchange.tenure import Superseded, Tenure
+from diloco_ds.membership import left
 from diloco_ds.observe.manifest import read_manifest
 from diloco_ds.rundir import RunDir
 
@@ -47,10 +50,20 @@ def serve(run: RunDir) -> bool:
     torch.set_num_threads(config.syncer.threads)
     with Tenure(run.root) as tenure:
         merger = Merger(config, layout)
-        store, origin = open_store(run, manifest, layout, merger.buffers)
+        recovery = Recovery(
+            tenure.generation,
+            lambda versions: ask_islands(
+                _present(run, config), manifest["run_id"], layout, versions, config.syncer.return_within_s
+            ),
+        )
+        store, origin = open_store(run, manifest, layout, merger.buffers, recovery)
         log.info("generation %d starts from %s", tenure.generation, origin)
         marks = [store.mark(fragment) for fragment in range(layout.fragments)]
-        header = Header(manifest["run_id"], layout.digest, tenure.generation, tape_state(marks))
+        header = Header(
+            manifest["run_id"], layout.digest, tenure.generation, tape_state(marks, recovery.origins)
+        )
+        account = Account(run, tenure.generation, config.budget.tokens)
+        account.tell_of_recovery(recovery)
         syncer = LiveSyncer(
             Parts(
                 run=run,
@@ -63,12 +76,17 @@ def serve(run: RunDir) -> bool:
                 store=store,
                 members=Members(run, lambda island: open_intake(island, manifest["run_id"], layout)),
                 tape=TapeFile(run.tape, header),
-                account=Account(run, tenure.generation, config.budget.tokens),
+                account=account,
             )
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda got, _: syncer.request_stop(signal.Signals(got).name))
         return syncer.run()
+
+
+def _present(run: RunDir, config: RunConfig) -> list[str]:
+    gone = left(run)
+    return [island.name for island in config.islands if island.name not in gone]
 
 
 def main(arguments: list[str]) -> int:

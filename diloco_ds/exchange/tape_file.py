@@ -81,6 +81,14 @@ class TapeFile:
             os.ftruncate(self._fd, _sound_length(self._fd))
 
 
+def tells_of_a_merge(path: Path) -> bool:
+    """Whether anything was merged according to the tape at `path`; False where there is none."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as lines:
+        return any(b'"kind":"Merged"' in line for line in lines)
+
+
 def _sound_length(fd: int) -> int:
     """Bytes up to the end of the last whole line."""
     end = os.fstat(fd).st_size

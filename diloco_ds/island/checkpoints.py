@@ -78,6 +78,7 @@ class IslandCheckpoints:
         size = newest.facts.get("bytes", least_bytes) if newest else least_bytes
         try:
             write_atomically(self.root / ".probe", "can this disk be written?")  # no figure tells of a quota
+            (self.root / ".probe").unlink()
             free = shutil.disk_usage(self.root).free
         except OSError as error:
             return f"{self.root} cannot be written: {error.strerror}"

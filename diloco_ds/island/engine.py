@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from diloco_ds import config
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.errors import UserError
+from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.island.deepspeed_settings import prepared
 from diloco_ds.island.slices import How, Ranks, adopt, find_slices, undo_first_step
 from diloco_ds.island.timing import StepResult, StepTimer
@@ -197,6 +198,7 @@ class Engine:
         )
         if self.rank == 0:
             write_json(directory / partial / SHAPE_FILE, self._shape())
+        failpoint("learner.saving")
         distributed.barrier(group=self._group)
         if self.rank == 0:
             os.replace(directory / partial, directory / tag)

@@ -21,6 +21,7 @@ from diloco_ds.core.events import LearnerPhase
 from diloco_ds.core.learner import LearnerClock
 from diloco_ds.core.schedule import token_schedule
 from diloco_ds.errors import UserError
+from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.island.batches import Batches
 from diloco_ds.island.boundary import Boundary, Decision, Then
 from diloco_ds.island.checkpoints import IslandCheckpoints
@@ -90,6 +91,7 @@ class Learner:
             time.sleep(WAIT_S)
             decision = self._cross()
         self._completion.wait()
+        failpoint("learner.ending")
         if decision.save:
             self._save(decision.step)
         if self._zero is not None:
@@ -146,6 +148,7 @@ def learn(run: OpenRun, stop: Stop) -> None:
         if run.rank == 0:
             RankBoard.renew(board, run.ranks)  # before the ranks meet in Engine.start
         engine = _start_engine(run)
+        failpoint("learner.starting")
         outcome = restore(engine, lead, run.checkpoints)
     zero = _rank_zero(run, engine, lead, log, outcome) if lead and log else None
     batches = _open_batches(run, engine, lead)

@@ -29,6 +29,7 @@ from diloco_ds.config import RunConfig
 from diloco_ds.core.events import Report
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.errors import UserError
+from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.link_launch import clean_environment
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.exchange.wire import OrdersRecord, ReportRecord
@@ -164,6 +165,7 @@ class Supervisor:
         log_file = self._run.log(self._island)
         self._log_start = log_file.stat().st_size if log_file.exists() else 0
         self._status.incarnation = _next_incarnation(self._run.island_checkpoints(self._island))
+        failpoint("supervisor.launching")
         environment = clean_environment(os.environ)
         devices = devices_of(self._config, self._island, environment)
         learner = LearnerProcesses.start(
@@ -255,6 +257,7 @@ class Supervisor:
         """
         deadline = time.monotonic() + CLEAN_END_S
         asked = learner.signal_ranks(signal.SIGTERM)
+        failpoint("supervisor.stopping")
         while asked and self._stops < 2 and learner.exit_code() is None and time.monotonic() < deadline:
             time.sleep(POLL_S / 2)
         _, report = self._report_of(learner)

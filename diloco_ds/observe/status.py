@@ -58,6 +58,8 @@ class SyncerStatus(_Part):
     pids: list[int]
     merges: int
     drops: int
+    lost: str | None
+    """What did not come back when it began, after its memory was lost; None where nothing was lost."""
 
 
 class IslandPids(_Part):
@@ -172,6 +174,7 @@ def _syncer(syncer: SyncerFile) -> SyncerStatus:
         pids=[syncer.pid] if syncer.pid is not None and syncer.alive else [],
         merges=syncer.merges,
         drops=syncer.drops,
+        lost=syncer.lost,
     )
 
 

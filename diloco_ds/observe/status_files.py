@@ -77,6 +77,7 @@ class SyncerFile(StatusFile):
     target_tokens: int | None = None
     merges: int = 0
     drops: int = 0
+    lost: str | None = None
     islands: dict[str, IslandInSyncer] = {}
 
 

@@ -9,11 +9,12 @@ from typing import Any
 from diloco_ds.config import RunConfig
 from diloco_ds.core.events import Action, Event
 from diloco_ds.core.fragments import FragmentLayout
+from diloco_ds.core.returning import Origin
 from diloco_ds.core.syncer import Syncer
 from diloco_ds.core.tape import Entry, Header, Torn, decode_all
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.store import Mark
-from diloco_ds.exchange.syncer_opening import marks_of, read_config, read_layout, restored_core
+from diloco_ds.exchange.syncer_opening import marks_of, origins_of, read_config, read_layout, restored_core
 from diloco_ds.observe.manifest import read_manifest
 from diloco_ds.rundir import RunDir
 
@@ -48,10 +49,11 @@ class Recording:
 
 @dataclass(frozen=True)
 class Generation:
-    """A syncer begins, from `marks`."""
+    """A syncer begins, from `marks`; `origins` are given where its memory was lost, and with it the store before."""
 
     number: int
     marks: tuple[Mark, ...]
+    origins: tuple[Origin, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,10 @@ def replayed(recording: Recording) -> Iterator[tuple[Generation | Moment | Torn,
         if isinstance(first, Torn):
             yield first, core
         elif isinstance(first, Header):
-            generation, marks = first.generation, _marks(first, recording.layout)
+            generation = first.generation
+            marks, origins = _state(first, recording.layout)
             core = restored_core(recording.config, recording.layout, marks)
-            yield Generation(generation, marks), core
+            yield Generation(generation, marks, origins), core
         elif core is not None:
             decided = tuple(core.step(first.value, first.at))  # type: ignore[arg-type]
             recorded = tuple(actions)
@@ -121,14 +124,14 @@ def _groups(
         yield (*group, True)
 
 
-def _marks(header: Header, layout: FragmentLayout) -> tuple[Mark, ...]:
+def _state(header: Header, layout: FragmentLayout) -> tuple[tuple[Mark, ...], tuple[Origin, ...]]:
     try:
-        marks = tuple(marks_of(header.state))
+        marks, origins = tuple(marks_of(header.state)), tuple(origins_of(header.state))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"tape: generation {header.generation} does not say what it started from") from error
     if len(marks) != layout.fragments:
         raise UserError(f"tape: generation {header.generation} starts from {len(marks)} fragments")
-    return marks
+    return marks, origins
 
 
 def _common(left: tuple[Action, ...], right: tuple[Action, ...]) -> Iterator[Action]:

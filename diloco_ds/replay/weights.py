@@ -15,13 +15,14 @@ from safetensors import SafetensorError, safe_open
 
 from diloco_ds.core.events import Merge, Merged
 from diloco_ds.core.fragments import FragmentLayout
+from diloco_ds.core.returning import Origin
 from diloco_ds.core.tape import Header
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.kept_updates import load_kept
 from diloco_ds.exchange.merging import Merger
 from diloco_ds.exchange.store import Mark, Store, flatten
-from diloco_ds.exchange.syncer_checkpoint import VERSION_GAP, checkpoints
-from diloco_ds.exchange.syncer_opening import marks_of
+from diloco_ds.exchange.syncer_checkpoint import checkpoints
+from diloco_ds.exchange.syncer_opening import origins_of
 from diloco_ds.exchange.tensor_file import file_sha256
 from diloco_ds.replay.decisions import Generation, Moment, Recording
 from diloco_ds.rundir import SharedMemory
@@ -100,11 +101,12 @@ class Weights:
             self._start(generation)
             return
         for p, mark in enumerate(generation.marks):
-            if p in self._pending and self._pending[p].version == mark.version:
+            origin = generation.origins[p] if generation.origins else Origin(mark.version, mark.version)
+            if p in self._pending and self._pending[p].version == origin.weights:
                 self._commit(p)
             self._pending.pop(p, None)
             if mark.version != self._states[p].mark.version:
-                self._return_to(p, mark)
+                self._return_to(p, mark, origin)
 
     def _start(self, generation: Generation) -> None:
         if any(mark.merges for mark in generation.marks):
@@ -120,14 +122,18 @@ class Weights:
                     p, State(theta, {name: torch.zeros_like(theta) for name in self._merger.buffers}, mark)
                 )
 
-    def _return_to(self, fragment: int, mark: Mark) -> None:
-        """A generation that began from an older checkpoint: its versions go on above a gap."""
-        old = self._saved.get((fragment, mark.version - VERSION_GAP))
-        if old is None:
+    def _return_to(self, fragment: int, mark: Mark, origin: Origin) -> None:
+        """A generation that began with its memory lost: from a checkpoint, and weights that islands gave back."""
+        theta, outer = (self._known(fragment, version) for version in (origin.weights, origin.outer))
+        self._put(fragment, State(theta.theta, outer.buffers, mark))
+
+    def _known(self, fragment: int, version: int) -> State:
+        try:
+            return self._saved[fragment, version]
+        except KeyError:
             raise UserError(
-                f"generation starts from version {mark.version} of fragment {fragment}, which the tape does not know"
-            )
-        self._put(fragment, State(old.theta, old.buffers, mark))
+                f"a generation starts from version {version} of fragment {fragment}, which the tape does not know"
+            ) from None
 
     def _commit(self, fragment: int) -> None:
         action, old = self._pending.pop(fragment), self._states[fragment]
@@ -164,12 +170,8 @@ class Weights:
 def _returned_to(recording: Recording) -> set[Version]:
     """Versions that a later generation goes back to."""
     headers = (record for record in recording.records() if isinstance(record, Header))
-    return {
-        (p, mark.version - VERSION_GAP)
-        for header in headers
-        for p, mark in enumerate(marks_of(header.state))
-        if mark.version >= VERSION_GAP
-    }
+    origins = ((p, origin) for header in headers for p, origin in enumerate(origins_of(header.state)))
+    return {(p, version) for p, origin in origins for version in (origin.weights, origin.outer)}
 
 
 def _find_target(recording: Recording, buffers: Iterable[str]) -> Target:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from played_link import IN_STORE, ON_THE_WAY
 
 from diloco_ds.core.events import Orders, Report
 from diloco_ds.exchange.fragment_box import FragmentBox
@@ -105,7 +106,7 @@ class LiveLink:
     def merge(self, fragment, version):
         slot = self.theta.begin(fragment)
         fill(slot, version)
-        self.theta.commit(fragment, version, ThetaHeader(self.run_id, 1, version, b"extra").pack())
+        self.theta.commit(fragment, version, ThetaHeader(self.run_id, 1, version, IN_STORE).pack())
 
     def arrived(self, box, fragment, version):
         self.wait_until(lambda: box.version(fragment) == version, f"{box.path.name} {fragment} {version}")
@@ -161,7 +162,9 @@ def test_waits_replicates_both_ways_and_ends_when_told(live):
         for fragment in range(3):
             live.arrived(live.syncer.outbox, fragment, version)
             live.arrived(live.island.inbox, fragment, version)
-    assert ThetaHeader.unpack(live.island.inbox.read_header(1)[1]) == ThetaHeader(live.run_id, 1, 3)
+    assert ThetaHeader.unpack(live.island.inbox.read_header(1)[1]) == ThetaHeader(
+        live.run_id, 1, 3, ON_THE_WAY
+    )
     for role in ("proxy", "agent"):
         live.wait_until(lambda role=role: live.status(role)["fragments_received"] == 9, "counters")
         status = live.status(role)

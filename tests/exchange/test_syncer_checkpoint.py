@@ -12,12 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diloco_ds.core.fragments import TensorSpec, balance
+from diloco_ds.core.returning import VERSION_GAP, Origin
+from diloco_ds.exchange.recovery import Recovery
+from diloco_ds.exchange.returns import Returned
 from diloco_ds.exchange.store import Mark, Store
 from diloco_ds.exchange.syncer_checkpoint import (
-    VERSION_GAP,
     BadCheckpoint,
     Facts,
     checkpoints,
+    mark_complete,
     remove_unfinished,
     restore_checkpoint,
     save,
@@ -49,6 +52,13 @@ def new_store():
         shutil.rmtree(root, ignore_errors=True)
 
 
+def restored(path, returned=None):
+    """Fills a store from the checkpoint `path`, written a generation ago."""
+    return partial(
+        restore_checkpoint, path, recovery=Recovery(FACTS.generation + 1, lambda versions: returned or {})
+    )
+
+
 def fill_at_random(store, version=4):
     generator = torch.Generator().manual_seed(version)
     for fragment in range(LAYOUT.fragments):
@@ -66,7 +76,7 @@ def facts(run_id="checkpoint"):
 def test_a_checkpoint_gives_weights_momentum_and_marks_back_bit_for_bit(tmp_path, new_store):
     store = new_store(fill_at_random)
     save(tmp_path / "000001", store, facts(), with_outer=True)
-    again = new_store(partial(restore_checkpoint, tmp_path / "000001"))
+    again = new_store(restored(tmp_path / "000001"))
     for fragment in range(LAYOUT.fragments):
         assert torch.equal(again.theta(fragment), store.theta(fragment))
         assert torch.equal(again.outer(fragment)["momentum_buffer"], store.outer(fragment)["momentum_buffer"])
@@ -110,7 +120,7 @@ def test_killed_while_saving(tmp_path, new_store, dies_at, place):
     assert found == (["000001", "000002"] if place == "checkpoint.after_rename" else ["000001"])
     remove_unfinished(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == found
-    new_store(partial(restore_checkpoint, checkpoints(tmp_path)[-1]))
+    new_store(restored(checkpoints(tmp_path)[-1]))
 
 
 def test_only_the_newest_are_kept(tmp_path, new_store):
@@ -140,13 +150,13 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, new_store, spoil, why):
     path = save_checkpoint(tmp_path, new_store(fill_at_random), facts(), keep=1)
     spoil(path)
     with pytest.raises(BadCheckpoint, match=why):
-        new_store(partial(restore_checkpoint, path))
+        new_store(restored(path))
 
 
 def test_another_runs_checkpoint_is_refused(tmp_path, new_store):
     path = save_checkpoint(tmp_path, new_store(fill_at_random, "other"), facts("other"), keep=1)
     with pytest.raises(BadCheckpoint, match="run_id is other, not checkpoint"):
-        new_store(partial(restore_checkpoint, path))
+        new_store(restored(path))
 
 
 def test_a_failing_disk_leaves_nothing_behind(tmp_path, new_store, monkeypatch):
@@ -181,3 +191,36 @@ def test_too_much_or_too_little_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="1 values are missing"):
         writer.close()
     writer.abandon()
+
+
+def test_what_an_island_gave_back_is_newer_than_the_checkpoint_and_has_its_momentum(tmp_path, new_store):
+    """Weights, round, merges and tokens are the island's; the outer optimizer's state is the checkpoint's."""
+    before = new_store(fill_at_random)
+    path = save_checkpoint(tmp_path, before, facts(), keep=1)
+    newer = torch.arange(LAYOUT.numel(1), dtype=torch.float32)
+    back = {1: Returned("b", 8, newer, round=29, merges=8, tokens=1000)}
+    recovery = Recovery(FACTS.generation + 2, lambda versions: back if versions == [4, 5] else {})
+    store = new_store(partial(restore_checkpoint, path, recovery=recovery))
+    assert torch.equal(store.theta(0), before.theta(0))
+    assert torch.equal(store.theta(1), newer)
+    for fragment in range(2):
+        assert torch.equal(
+            store.outer(fragment)["momentum_buffer"], before.outer(fragment)["momentum_buffer"]
+        )
+    mark = store.mark(1)
+    assert (mark.round, mark.merges, mark.tokens, mark.merged) == (29, 8, 1000, {"a": 3})
+    assert mark.scalars == {"outer_steps": 5.0}
+    assert [store.mark(p).version for p in range(2)] == [4 + 2 * VERSION_GAP, 5 + 2 * VERSION_GAP]
+    assert recovery.origins == [Origin(4, 4), Origin(8, 5, "b")]
+    assert "fragment 1 by 3;" in recovery.lost
+
+
+def test_after_the_last_checkpoint_of_a_clean_end_nobody_is_asked(tmp_path, new_store):
+    path = save_checkpoint(tmp_path, new_store(fill_at_random), facts(), keep=1)
+    asked = []
+    for _ in range(2):
+        recovery = Recovery(FACTS.generation + 1, lambda versions: asked.append(versions) or {})
+        new_store(partial(restore_checkpoint, path, recovery=recovery))
+        mark_complete(path)
+    assert asked == [[4, 5]]
+    assert recovery.lost is None

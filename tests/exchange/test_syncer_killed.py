@@ -20,7 +20,8 @@ from syncer_run import (
     versions_at_least,
 )
 
-from diloco_ds.exchange.syncer_checkpoint import VERSION_GAP, checkpoints
+from diloco_ds.core.returning import VERSION_GAP
+from diloco_ds.exchange.syncer_checkpoint import checkpoints
 from diloco_ds.observe.metrics import read_metrics
 
 AT_START = ("tenure.taken", "box.begun", "box.filled:2", "store.filled", "store.created")

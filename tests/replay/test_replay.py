@@ -241,7 +241,7 @@ def by_hand(tmp_path):
     """A tape written with the state machine alone: b answers the first round too late, and is silent in the next."""
     run = SyncerRun(tmp_path / "run", exchange={"quorum": 1})
     core = restored_core(run.config, run.layout, [])
-    header = tape.Header(run.run_id, run.layout.digest, 1, tape_state([Mark(0, 0, 0, 0)] * 3))
+    header = tape.Header(run.run_id, run.layout.digest, 1, tape_state([Mark(0, 0, 0, 0)] * 3, []))
     file = TapeFile(run.dir.tape, header)
 
     def take(event, now):

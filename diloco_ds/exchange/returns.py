@@ -1,0 +1,243 @@
+"""How islands give newer global fragments back to a syncer that has lost its memory.
+
+The syncer opens the folder ``returned`` in shared memory before it makes its store. The proxies, which wait for the
+store, write there what their islands hold (``ISLAND.held``); the syncer chooses, and writes what each shall send
+(``ISLAND.wanted``); it arrives in a FragmentBox, ``fragments``. As soon as the store is there the links go on as
+always. Training goes on all the while; only merges wait, and no longer than the syncer's patience.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from diloco_ds.core.returning import choose_returns
+from diloco_ds.core.screen import is_finite
+from diloco_ds.exchange.channel import Channel
+from diloco_ds.exchange.fragment_box import FragmentBox
+from diloco_ds.exchange.fragment_transfer import CHUNK, FragmentReceiver
+from diloco_ds.exchange.link_messages import Hello, Offer, Return, unpack_link_message
+from diloco_ds.exchange.mailbox import META_CAPACITY
+from diloco_ds.exchange.replication import LinkIdentity, check_hello
+from diloco_ds.exchange.space import private_folder, require_space
+from diloco_ds.exchange.traffic import Traffic
+from diloco_ds.exchange.wire import ThetaHeader, WireError
+from diloco_ds.rundir import write_atomically
+
+POLL_S = 0.02
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A global fragment that an island gave back: flat fp32 weights, and what its header tells of them."""
+
+    island: str
+    version: int
+    weights: torch.Tensor
+    round: int
+    merges: int
+    tokens: int
+
+
+class Returns:
+    """The folder. One syncer makes it, and removes it; proxies open it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._inode = os.stat(folder).st_ino
+        self.fragments = FragmentBox.open(folder / "fragments")
+
+    @classmethod
+    def create(cls, folder: Path, numels: Sequence[int]) -> Returns:
+        """A new one, in place of what a killed syncer left. UserError if there is no room for it."""
+        private_folder(folder.parent)
+        cls.remove(folder)
+        require_space(folder.parent, FragmentBox.file_size(numels, META_CAPACITY))
+        partial = _partial(folder)
+        partial.mkdir(mode=0o700)
+        FragmentBox.create(partial / "fragments", numels, META_CAPACITY)
+        os.rename(partial, folder)
+        return cls(folder)
+
+    @staticmethod
+    def remove(folder: Path) -> None:
+        """Nothing of it is left."""
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(_partial(folder), ignore_errors=True)
+
+    def is_current(self) -> bool:
+        """Whether the folder is still this one."""
+        try:
+            return os.stat(self.folder).st_ino == self._inode
+        except FileNotFoundError:
+            return False
+
+    def hold(self, island: str, versions: Sequence[int]) -> None:
+        """The island's inbox holds these versions."""
+        write_atomically(self.folder / f"{island}.held", json.dumps(list(versions)))
+
+    def held(self, island: str) -> list[int] | None:
+        """What the island said it holds; None before."""
+        return _read(self.folder / f"{island}.held")
+
+    def want(self, island: str, wanted: Mapping[int, int]) -> None:
+        """The island shall send these fragments, in these versions."""
+        write_atomically(
+            self.folder / f"{island}.wanted", json.dumps([wanted.get(p, -1) for p in self._all()])
+        )
+
+    def wanted(self, island: str) -> list[int] | None:
+        """Per fragment the version that the island shall send, -1 none; None as long as it is asked for nothing."""
+        return _read(self.folder / f"{island}.wanted")
+
+    def _all(self) -> range:
+        return range(len(self.fragments.numels))
+
+
+class Returner:
+    """The proxy's end of a link while there is no store. `hello` is the agent's, once it has come."""
+
+    def __init__(
+        self, channel: Channel, identity: LinkIdentity, folder: Path, traffic: Traffic, chunk: int = CHUNK
+    ) -> None:
+        self.hello: Hello | None = None
+        self._channel, self._identity, self._folder, self._traffic = channel, identity, folder, traffic
+        self._chunk = chunk
+        self._returns: Returns | None = None
+        self._receiver: FragmentReceiver | None = None
+        self._asked: list[int] | None = None
+
+    def pump(self) -> bool:
+        """Do what can be done now; True while a fragment is on its way, which must not be left half received."""
+        while (data := self._channel.receive_message()) is not None:
+            try:
+                self._take(data)
+            except WireError as error:
+                self._traffic.drop(str(error))
+        if self._receiver is not None and self._receiver.pump():
+            return True
+        if self._returns is None or not self._returns.is_current():
+            self._open()
+        self._ask()
+        return False
+
+    def _ask(self) -> None:
+        """Tell the agent what the syncer wants of it."""
+        wanted = self._returns.wanted(self._identity.island) if self._returns is not None else None
+        if wanted is None or wanted == self._asked or self.hello is None:
+            return
+        self._asked = wanted
+        pairs = zip(wanted, self.hello.versions, strict=True)
+        above = tuple(version - 1 if version >= 0 else held for version, held in pairs)
+        self._channel.send_message(Return(above).pack())
+
+    def _open(self) -> None:
+        """Begin with the folder of the syncer that is there now, if it has one."""
+        try:
+            self._returns = Returns(self._folder)
+        except FileNotFoundError:
+            return
+        self._receiver = FragmentReceiver(
+            self._channel, self._returns.fragments, self._traffic, check=self._check, chunk=self._chunk
+        )
+        self._asked = None
+        if self.hello is not None:
+            self._returns.hold(self._identity.island, self.hello.versions)
+
+    def _take(self, data: bytes) -> None:
+        message = unpack_link_message(data)
+        if isinstance(message, Hello):
+            check_hello(message, self._identity)
+            self.hello = message
+            if self._returns is not None:
+                self._returns.hold(self._identity.island, message.versions)
+        elif isinstance(message, Offer) and self._receiver is not None:
+            self._receiver.offered(message)
+
+    def _check(self, _fragment: int, meta: bytes) -> None:
+        header = ThetaHeader.unpack(meta)
+        if header.run_id != self._identity.run_id:
+            raise WireError(f"it belongs to run {header.run_id}, this is run {self._identity.run_id}")
+
+
+def gather(
+    returns: Returns, saved: Sequence[int], islands: Iterable[str], patience_s: float
+) -> dict[int, Returned]:
+    """By fragment, what islands hold that is newer than the versions `saved`.
+
+    An island that has not said what it holds after `patience_s`, or that then sends nothing for as long, is not waited
+    for; what it was to send is asked of the next best.
+    """
+    silent = set(islands)
+    held: dict[str, list[int]] = {}
+    deadline = time.monotonic() + patience_s
+    while silent and time.monotonic() < deadline:
+        for island in sorted(silent):
+            versions = returns.held(island)
+            if versions is not None:
+                held[island] = versions
+                silent.remove(island)
+        time.sleep(POLL_S)
+    if silent:
+        log.warning("no word from %s within %.0f s of what they hold", ", ".join(sorted(silent)), patience_s)
+    while wanted := choose_returns(saved, held):
+        late = _receive(returns, wanted, patience_s)
+        if not late:
+            return _checked(returns, wanted)
+        log.warning("%s did not send what they hold within %.0f s", ", ".join(late), patience_s)
+        for island in late:
+            del held[island]
+    return {}
+
+
+def _receive(returns: Returns, wanted: Mapping[str, Mapping[int, int]], patience_s: float) -> list[str]:
+    """Wait until all has come; the islands that have not sent all of theirs though nothing came for `patience_s`."""
+    for island, versions in wanted.items():
+        returns.want(island, versions)
+    missing, heard = 0, time.monotonic()
+    while True:
+        late = {
+            island: count
+            for island, versions in wanted.items()
+            if (count := sum(returns.fragments.version(p) < version for p, version in versions.items()))
+        }
+        if sum(late.values()) != missing:
+            missing, heard = sum(late.values()), time.monotonic()
+        if not late or time.monotonic() - heard > patience_s:
+            return sorted(late)
+        time.sleep(POLL_S)
+
+
+def _checked(returns: Returns, wanted: Mapping[str, Mapping[int, int]]) -> dict[int, Returned]:
+    found = {}
+    for island, versions in wanted.items():
+        for fragment, version in versions.items():
+            weights = returns.fragments.payload(fragment, version)
+            meta = returns.fragments.meta(fragment, version)
+            if weights is None or meta is None or not is_finite(weights):
+                log.warning("fragment %d, version %d, of %s is not sound", fragment, version, island)
+                continue
+            header = ThetaHeader.unpack(meta)
+            facts = json.loads(header.extra)
+            found[fragment] = Returned(
+                island, version, weights, header.round, int(facts["merges"]), int(facts["tokens"])
+            )
+    return found
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def _read(path: Path) -> list[int] | None:
+    return json.loads(path.read_text()) if path.exists() else None
