@@ -213,7 +213,8 @@ def test_an_old_syncer_writes_nothing_more(new_run):
     pid = run.start()
     learners = both(run)
     play(run, learners, versions_at_least(learners[0], 1))
-    (run.dir.root / "syncer.generation").write_text("00000000000000000099\n")
+    with (run.dir.root / "syncer.generation").open("r+b") as newest:
+        newest.write(b"%020d\n" % 99)  # as a syncer writes it: in place, at once
     version = [run.theta().version(fragment) for fragment in range(3)]
     codes = []
     play(run, learners, lambda: codes.append(run.ended(pid)) or codes[-1] is not None)

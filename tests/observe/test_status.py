@@ -80,6 +80,7 @@ def test_a_training_run_has_what_the_command_promises(
         "pids": [os.getpid()],
         "merges": 38,
         "drops": 2,
+        "lost": None,
     }
     a, b = shown["islands"]
     assert a["pids"] == {
