@@ -119,10 +119,10 @@ class Play:
     def _stop_the_whole_exchange(self) -> None:
         status = self.run.status()
         ends = [(island.pids.agent, island.pids.proxy) for island in status.islands]
-        since = time.time()
         with _standing(*status.syncer.pids, *(pid for pair in ends for pid in pair)):
+            since = time.time()
             time.sleep(WITHOUT_EXCHANGE_S)
-        self.without_exchange = (since, time.time())
+            self.without_exchange = (since, time.time())
         self.run.until_merged_again("a", "b")
 
     # -- first track
