@@ -106,4 +106,5 @@ def test_nothing_is_left_over(play):
     root = play.run.dir.root
     partial = [path for path in root.rglob(".*") if path.name.endswith((".partial", ".probe"))]
     assert [str(path.relative_to(root)) for path in partial] == []
-    assert list((play.run.work / "tmp").iterdir()) == []
+    temporary = [path.name for path in (play.run.work / "tmp").iterdir()]
+    assert [name for name in temporary if not name.startswith("torchinductor_")] == []  # torch's own cache
