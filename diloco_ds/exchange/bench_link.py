@@ -26,6 +26,7 @@ from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.link_launch import link_command
 from diloco_ds.exchange.mailbox import META_CAPACITY, Mailbox
 from diloco_ds.exchange.space import require_space
+from diloco_ds.exchange.store import Mark
 from diloco_ds.exchange.wire import ThetaHeader, UpdateHeader
 from diloco_ds.rundir import RunDir, SharedMemory, write_json
 
@@ -105,7 +106,8 @@ class _LiveLink:
     def _header(self, source: FragmentBox, fragment: int, version: int) -> bytes:
         run_id = self._shared.run_id
         if source is self.theta:
-            return ThetaHeader(run_id, generation=1, round=version).pack()
+            mark = Mark(version=version, round=version, merges=version, tokens=0).to_json()
+            return ThetaHeader(run_id, generation=1, round=version, extra=json.dumps(mark).encode()).pack()
         return UpdateHeader(
             run_id=run_id,
             island=_ISLAND,
