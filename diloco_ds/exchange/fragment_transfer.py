@@ -182,6 +182,10 @@ class FragmentReceiver:
         """The newest version of every fragment that is here already."""
         return tuple(map(self._destination.version, range(len(self._destination.numels))))
 
+    def arrived(self) -> int:
+        """Bytes that have come so far, of the fragment on its way too: whether a slow link moves at all."""
+        return self._traffic.bytes_received + (0 if self._current is None else self._current.arrived)
+
     def offered(self, offer: Offer) -> None:
         """The sender has this; WireError if it is not for us."""
         if not 0 <= offer.fragment < len(self._destination.numels):
@@ -233,6 +237,7 @@ class _Incoming:
     data: memoryview
     chunk: int
     posted: int = 0  # bytes
+    arrived: int = 0  # bytes
     whole: bool = True
     in_flight: deque[tuple[Transfer, int]] = field(default_factory=deque)
     trailer_bytes: bytearray = field(default_factory=lambda: bytearray(_TRAILER.size))
@@ -243,6 +248,7 @@ class _Incoming:
         while self.in_flight and self.in_flight[0][0].done():
             transfer, expected = self.in_flight.popleft()
             self.whole &= transfer.nbytes == expected
+            self.arrived += transfer.nbytes
         while self.posted < len(self.data) and len(self.in_flight) < _IN_FLIGHT:
             piece = self.data[self.posted : self.posted + self.chunk]
             self.in_flight.append((self.channel.receive(piece), len(piece)))

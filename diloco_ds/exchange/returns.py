@@ -33,6 +33,7 @@ from diloco_ds.exchange.wire import ThetaHeader, WireError
 from diloco_ds.rundir import write_atomically
 
 POLL_S = 0.02
+NOTE_EVERY_S = 0.2
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,14 @@ class Returns:
         """What the island said it holds; None before."""
         return _read(self.folder / f"{island}.held")
 
+    def note_progress(self, island: str, nbytes: int) -> None:
+        """So much has come of the island so far."""
+        write_atomically(self.folder / f"{island}.arrived", json.dumps([nbytes]))
+
+    def progress(self, islands: Iterable[str]) -> list[list[int] | None]:
+        """What has come of each, as `note_progress` said last."""
+        return [_read(self.folder / f"{island}.arrived") for island in islands]
+
     def want(self, island: str, wanted: Mapping[int, int]) -> None:
         """The island shall send these fragments, in these versions."""
         write_atomically(
@@ -116,6 +125,7 @@ class Returner:
         self._returns: Returns | None = None
         self._receiver: FragmentReceiver | None = None
         self._asked: list[int] | None = None
+        self._arrived, self._next_note = 0, 0.0
 
     def pump(self) -> bool:
         """Do what can be done now; True while a fragment is on its way, which must not be left half received."""
@@ -125,11 +135,18 @@ class Returner:
             except WireError as error:
                 self._traffic.drop(str(error))
         if self._receiver is not None and self._receiver.pump():
+            self._note_progress(self._receiver.arrived())
             return True
         if self._returns is None or not self._returns.is_current():
             self._open()
         self._ask()
         return False
+
+    def _note_progress(self, arrived: int) -> None:
+        if arrived != self._arrived and time.monotonic() >= self._next_note and self._returns is not None:
+            self._arrived, self._next_note = arrived, time.monotonic() + NOTE_EVERY_S
+            if self._returns.is_current():
+                self._returns.note_progress(self._identity.island, arrived)
 
     def _ask(self) -> None:
         """Tell the agent what the syncer wants of it."""
@@ -204,15 +221,16 @@ def _receive(returns: Returns, wanted: Mapping[str, Mapping[int, int]], patience
     """Wait until all has come; the islands that have not sent all of theirs though nothing came for `patience_s`."""
     for island, versions in wanted.items():
         returns.want(island, versions)
-    missing, heard = 0, time.monotonic()
+    seen: object = None
+    heard = time.monotonic()
     while True:
         late = {
             island: count
             for island, versions in wanted.items()
             if (count := sum(returns.fragments.version(p) < version for p, version in versions.items()))
         }
-        if sum(late.values()) != missing:
-            missing, heard = sum(late.values()), time.monotonic()
+        if (now := (late, returns.progress(late))) != seen:
+            seen, heard = now, time.monotonic()
         if not late or time.monotonic() - heard > patience_s:
             return sorted(late)
         time.sleep(POLL_S)

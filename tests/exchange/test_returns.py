@@ -1,6 +1,7 @@
 """Islands give newer global fragments back to a syncer that has lost its memory, over their own links."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -30,12 +31,14 @@ def held(fragment):
 class Again:
     """The link is started again while there is no store: the agent's end as always, the proxy's a Returner."""
 
-    def __init__(self, ends, folder):
+    def __init__(self, ends, folder, pause_s=0.0):
+        self.pause_s = pause_s
         self.channel, other = InProcessChannel.pair()
         self.agent = agent_link(other, ends.island, IDENTITY, chunk=CHUNK)
         self.returner = Returner(self.channel, IDENTITY, folder, Traffic(), chunk=CHUNK)
 
     def pump(self):
+        time.sleep(self.pause_s)
         self.agent.pump()
         self.returner.pump()
 
@@ -88,6 +91,15 @@ def test_an_island_that_does_not_send_is_replaced_by_the_next_best(ends, tmp_pat
     assert {fragment: back.version for fragment, back in found.items()} == {
         fragment: held(fragment) for fragment in range(len(NUMELS))
     }
+
+
+def test_a_slow_link_is_waited_for_as_long_as_it_moves(ends, tmp_path):
+    returns = Returns.create(tmp_path / "returned", NUMELS)
+    slow = Again(ends, tmp_path / "returned", pause_s=0.1)
+    began = time.monotonic()
+    found = gathered(returns, [2] * len(NUMELS), ["a"], [slow], patience_s=1.0)
+    assert len(found) == len(NUMELS)
+    assert time.monotonic() - began > 1.0, "it was not slow enough to prove anything"
 
 
 def test_a_syncer_killed_while_it_gathers_is_followed_by_one_that_asks_anew(ends, tmp_path):
