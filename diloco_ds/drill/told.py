@@ -39,7 +39,7 @@ class Told:
     @property
     def chaos(self) -> list[Record]:
         """Faults, their ends, and those that missed."""
-        return [event for event in self.events if event.get("role") == "chaos"]
+        return [event for event in self.events if event.get("role") == "chaos" and "number" in event]
 
     @property
     def loss(self) -> float | None:

@@ -97,6 +97,12 @@ def test_outages_end_with_the_first_step_of_a_later_incarnation_or_when_the_faul
         fault(15.0, 3, "hang", "a.proxy"),
         fault(16.0, 4, "kill", "a.agent"),
         fault(17.0, 5, "slow", "a"),
+        {
+            "kind": "event",
+            "time": 18.0,
+            "event": "ended",
+            "role": "chaos",
+        },  # the process that injects: no fault
     )
     assert outages(story) == [
         Outage("a", 3.5, 9),
