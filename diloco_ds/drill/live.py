@@ -92,7 +92,7 @@ class Live:
         """Stop the run, if it still goes on: with checkpoints, or, where that takes too long, at once."""
         for _ in range(2):
             if self._train.poll() is None:
-                self._train.send_signal(signal.SIGINT)
+                self._train.send_signal(signal.SIGTERM)  # SIGINT is ignored below a shell's &
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._train.wait(STOPPED_WITHIN_S)
 
