@@ -30,8 +30,9 @@ def merge(
     generation: int = 1,
     **more: Any,
 ) -> Record:
-    """A merge of these islands, those in `late` with a late answer."""
-    parts = [{"island": island, "late": island in late} for island in (*merged, *late)]
+    """A merge with answers in time of `merged`, and late ones of `late`."""
+    parts = [{"island": island, "late": False} for island in merged]
+    parts += [{"island": island, "late": True} for island in late]
     return {
         "kind": "merge",
         "time": time,

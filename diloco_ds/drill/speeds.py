@@ -6,6 +6,7 @@ from typing import Any
 
 from diloco_ds.drill.told import Told
 from diloco_ds.errors import UserError
+from diloco_ds.observe.metrics import Record
 
 CASES = {
     "K = 1 with grace": ["exchange.quorum=1"],
@@ -43,10 +44,15 @@ def measure(told: Told, fast: str, slow: str, fragments: int, calm_since: float)
         "seconds": end - throttled,
         "merges": len(merges),
         "merged_mean": sum(merge["merged"] for merge in merges) / len(merges),
-        "merges_with_slow": len(of_slow) / len(merges),
+        "merges_with_slow": sum(slow in _islands(merge) for merge in merges) / len(merges),
         "late_of_slow": sum(bool(part["late"]) for _, part in of_slow),
         "fragments": fragments,
         "fragments_of_slow_merged": len({merge["fragment"] for merge, _ in of_slow}),
         "token_share": merges[-1]["token_share"],
         "loss": told.loss,
     }
+
+
+def _islands(merge: Record) -> set[str]:
+    """Those that are in the merge; one may be in it twice, with a late answer and one in time."""
+    return {part["island"] for part in merge["parts"]}

@@ -1,11 +1,22 @@
 """`diloco-ds drill`: what cannot be drilled is refused in one line before anything starts; what its tables say."""
 
+import signal
+
 import pytest
 from drill_told_run import fault, merge, phase, restart, steps, told
 from tiny_run import tiny_run_file
 
 from diloco_ds import cli
 from diloco_ds.drill import storm, tables
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """The command takes over SIGINT, SIGTERM and SIGHUP; they are given back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,17 @@ def test_mixed_speeds():
         fault(20.0, 0, "slow", "slow"),
         [merge(second + 0.1, ["fast"]) for second in range(21, 90)],
         merge(90.1, ["fast"], late=["slow"], fragment=3),
-        merge(91.1, ["fast", "slow"], fragment=0),
+        merge(91.1, ["fast", "slow"], late=["slow"], fragment=0),
         phase(100.5, "drain"),
         evaluation(110, 3.0),
     )
     result = speeds.measure(story, "fast", "slow", fragments=4, calm_since=2.0)
     assert result["goodput_fast"] == pytest.approx(1.0)
     assert result["slowed_by"] == pytest.approx(4.0)
-    assert (result["fragments_of_slow_merged"], result["late_of_slow"]) == (2, 1)
+    assert (result["fragments_of_slow_merged"], result["late_of_slow"]) == (2, 2)
     assert result["merges"] == 71
     assert result["merges_with_slow"] == pytest.approx(2 / 71)
-    assert result["merged_mean"] == pytest.approx(73 / 71)
+    assert result["merged_mean"] == pytest.approx(74 / 71)
     assert result["loss"] == 3.0
     with pytest.raises(UserError, match="slow was not throttled"):
         speeds.measure(told(steps("fast", range(9))), "fast", "slow", 4, 0.0)
