@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from diloco_ds.errors import UserError
 
 USER_ERROR = 2
 INTERRUPTED = 130
+READER_GONE = 141
+"""As a shell says it of a program that a closed pipe has ended: 128 + SIGPIPE."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,16 +35,24 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. A UserError is one line on standard error and exit code 2."""
+    """Run one command; its exit code. A UserError is one line on standard error and exit code 2.
+
+    When whoever read the output is gone (`| head`), the command ends without a word.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _run(arguments)
+        code = _run(arguments)
+        sys.stdout.flush()  # here, where a closed pipe is expected, not at exit
+        return code
     except UserError as error:
         print(f"diloco-ds: error: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("diloco-ds: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        return READER_GONE
 
 
 def command_names() -> list[str]:

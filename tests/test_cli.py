@@ -1,5 +1,6 @@
 """The command line: help at once, one line for what is wrong, a new file is a new command."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -139,3 +140,13 @@ def test_a_bad_run_is_refused_before_anything_is_there(override, expected, tmp_p
     assert error.count("\n") == 1
     assert not list(work.iterdir())
     assert sorted(path.name for path in run_file.parent.iterdir()) == given
+
+
+def test_a_reader_that_goes_away_ends_a_command_without_a_word():
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(
+        [sys.executable, "-m", "diloco_ds.cli", "--help"], stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, "")

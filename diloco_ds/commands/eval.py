@@ -6,10 +6,12 @@ What is not given is taken from the run's configuration.
 from __future__ import annotations
 
 import argparse
+import json
 
 EXAMPLES = """\
   diloco-ds eval runs/quickstart
   diloco-ds eval runs/quickstart --tasks arc_easy,hellaswag --limit 200
+  diloco-ds eval runs/quickstart --json | jq .heldout.loss
   diloco-ds eval google/gemma-3-270m --tasks piqa"""
 
 
@@ -24,18 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, metavar="N", help="sequences at a time")
     parser.add_argument("--heldout-tokens", type=int, metavar="N", help="most held-out tokens to measure on")
     parser.add_argument("--device", help="torch device; by default the GPU if there is one")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate and print a table."""
+    """Evaluate and print what was measured."""
     from rich.console import Console
 
-    from diloco_ds.evaluate.evaluation import evaluate_model
+    from diloco_ds.evaluate.evaluation import evaluate_model, table
 
     tasks = None if arguments.tasks is None else [name for name in arguments.tasks.split(",") if name]
-    evaluate_model(
+    result = evaluate_model(
         arguments.target,
-        Console(),
         tasks=tasks,
         task_dirs=arguments.task_dir,
         limit=arguments.limit,
@@ -43,4 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         heldout_tokens=arguments.heldout_tokens,
         device=arguments.device,
     )
+    if arguments.json:
+        print(json.dumps({"target": arguments.target, **result.as_dict()}))
+    else:
+        Console().print(table(result, title=arguments.target))
     return 0

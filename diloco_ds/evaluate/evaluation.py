@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -93,7 +92,6 @@ def evaluate(
 
 def evaluate_model(
     target: str,
-    console: Console,
     *,
     tasks: Sequence[str] | None = None,
     task_dirs: Sequence[str] | None = None,
@@ -102,8 +100,7 @@ def evaluate_model(
     heldout_tokens: int | None = None,
     device: str | None = None,
 ) -> Evaluation:
-    """`diloco-ds eval`: evaluate the newest global weights of a run directory, or a Hugging Face model, and
-    print a table.
+    """`diloco-ds eval`: evaluate the newest global weights of a run directory, or a Hugging Face model.
 
     What is not given is taken from the run's configuration (of a model: the defaults, and no held-out text).
     UserError for a directory that is neither, for a run without weights yet, and for a model with no tasks.
@@ -126,9 +123,7 @@ def evaluate_model(
     find_tasks(chosen, [Path(directory) for directory in settings.task_dirs])
     model, tokenizer = _run_model(run) if is_run else (_hf_model(target), target)
     prepared = prepared_of(run) if is_run else None
-    result = evaluate(model, tokenizer, prepared, settings, tasks=chosen, device=device or default_device())
-    console.print(table(result, title=str(target)))
-    return result
+    return evaluate(model, tokenizer, prepared, settings, tasks=chosen, device=device or default_device())
 
 
 def table(evaluation: Evaluation, title: str) -> Table:

@@ -19,6 +19,7 @@ from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.island.completion import Completion
 from diloco_ds.island.slices import How
+from diloco_ds.island.timing import Laps
 from diloco_ds.island.transfer import Transfer
 
 _NONE = -1
@@ -98,7 +99,7 @@ class Ranks(Protocol):
 
 
 class Boundary:
-    """One rank's part in the boundaries of its island."""
+    """One rank's part in the boundaries of its island; `laps` follows how long its parts take."""
 
     def __init__(
         self,
@@ -107,8 +108,10 @@ class Boundary:
         outbox: FragmentBox,
         completion: Completion,
         adoption: config.Adoption,
+        laps: Laps,
     ) -> None:
         self._ranks, self._inbox, self._outbox, self._completion = ranks, inbox, outbox, completion
+        self._laps = laps
         self._alpha = adoption.alpha
         if adoption.how == "none":  # rank 0 then never decides that anything is adopted
             self._how: How = "overwrite"
@@ -131,9 +134,12 @@ class Boundary:
         A fragment that is both wanted and replaced is sent as it was before.
         """
         transfers = [self._answer(fragment) for fragment in decision.answer]
+        self._laps.lap("answer")
         transfers += [self._adopt(fragment, adopt) for fragment, adopt in decision.adopt.items()]
+        self._laps.lap("adopt")
         if transfers:
             self._completion.boundary(transfers, finish)
+        self._laps.lap("complete")
 
     def _answer(self, fragment: int) -> Transfer:
         transfer = self._ranks.write_fragment(fragment, self._outbox.begun(fragment))

@@ -17,8 +17,10 @@ LAUNCHER_MODULE = "deepspeed.launcher.launch"
 LEARNER_MODULE = "diloco_ds.island.learner"
 
 
-def launch_command(run_dir: Path, config: RunConfig, island: str, devices: list[int] | None) -> list[str]:
-    """The command that starts the island's ranks on this host: DeepSpeed's launcher.
+def launch_command(
+    run_dir: Path, config: RunConfig, island: str, devices: list[int] | None, module: str = LEARNER_MODULE
+) -> list[str]:
+    """The command that starts the island's ranks on this host: DeepSpeed's launcher. Each runs `module RUN_DIR ISLAND`.
 
     It is the process that `deepspeed` itself would start for one host. Starting it here spares every start of a
     learner a process that imports all of DeepSpeed (some 2 s of CPU time) only to compose this command line.
@@ -32,7 +34,7 @@ def launch_command(run_dir: Path, config: RunConfig, island: str, devices: list[
         *(sys.executable, "-u", "-m", LAUNCHER_MODULE),
         f"--world_info={_world_info({'localhost': slots})}",
         *("--master_addr", "127.0.0.1", "--master_port", str(settings.master_port or free_port())),
-        *("--no_local_rank", "--module", LEARNER_MODULE, str(run_dir), island),
+        *("--no_local_rank", "--module", module, str(run_dir), island),
     ]
 
 

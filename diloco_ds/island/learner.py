@@ -34,6 +34,7 @@ from diloco_ds.island.rank_zero import RankZero, StepTimes
 from diloco_ds.island.saving import Saver
 from diloco_ds.island.start import OpenRun, restore
 from diloco_ds.island.step_log import StepLog
+from diloco_ds.island.timing import Laps
 
 LONGEST_SAVE_S = 600.0
 """A save that takes longer is no longer spoken for: the supervisor then counts its silence."""
@@ -68,8 +69,14 @@ class Learner:
         assert run.mailbox.inbox is not None
         self._run, self._engine, self._batches, self._zero, self._stop = run, engine, batches, zero, stop
         self._completion = completion
+        self._laps = Laps()
         self._boundary = Boundary(
-            engine, run.mailbox.inbox, run.mailbox.outbox, completion, run.config.exchange.adoption
+            engine,
+            run.mailbox.inbox,
+            run.mailbox.outbox,
+            completion,
+            run.config.exchange.adoption,
+            self._laps,
         )
         self._base_lr, self._lr_factor = _learning_rate(run)
         self._ended = time.perf_counter()
@@ -100,6 +107,7 @@ class Learner:
     def _step(self, before: Decision) -> Decision:
         """A step with the learning rate of the boundary before it, and the boundary after it."""
         began = time.perf_counter()
+        reporting = max(0.0, began - self._ended - self._saving)  # of the step before, after its end
         batch = self._batches.next()
         data = time.perf_counter() - began
         factor = self._lr_factor(before.lr_tokens)
@@ -108,19 +116,22 @@ class Learner:
         results = self._engine.finished_steps()
         if self._zero is not None:
             self._zero.stepped(batch.position, results)
-        stepped = time.perf_counter()
         decision = self._cross()
         before_it, self._ended = self._ended, time.perf_counter()
         if self._zero is not None:
-            times = StepTimes(self._ended - before_it, data, self._ended - stepped, self._saving)
+            exchange = {**self._laps.seconds, "report": reporting}
+            times = StepTimes(self._ended - before_it, data, exchange, self._saving)
             self._zero.record(times, decision, self._base_lr * factor, results)
         self._saving = 0.0
         return decision
 
     def _cross(self) -> Decision:
         """One boundary."""
+        self._laps.begin()
         decision, finish = self._zero.decide(self._stop.asked) if self._zero is not None else (None, None)
+        self._laps.lap("decide")
         agreed = self._boundary.agree(decision)
+        self._laps.lap("agree")
         self._boundary.carry_out(agreed, finish)
         return agreed
 

@@ -27,7 +27,9 @@ class StepTimes:
 
     wall: float
     data: float
-    exchange: float
+    exchange: dict[
+        str, float
+    ]  # parts of the boundary (timing.Laps), and report: the step before's record and report
     saving: float  # of a checkpoint, within `wall`
 
 

@@ -56,10 +56,12 @@ class StepLog:
         self.loss: float | None = None
         """Loss of the newest step whose result is known."""
 
-    def add(self, number: int, wall: float, data: float, exchange: float, fields: dict[str, Any]) -> None:
-        """The loop's share of the record of the engine's step `number`; times in seconds."""
-        now = {"time": time.time(), "step_s": wall, "data": data, "exchange": exchange}
-        self._waiting[number] = {**now, **fields}
+    def add(
+        self, number: int, wall: float, data: float, exchange: dict[str, float], fields: dict[str, Any]
+    ) -> None:
+        """The loop's share of the record of the engine's step `number`; times in seconds, `exchange` in its parts."""
+        now = {"time": time.time(), "step_s": wall, "data": data, "exchange": sum(exchange.values())}
+        self._waiting[number] = {**now, "exchange_parts": exchange, **fields}
 
     def results(self, results: Sequence[StepResult]) -> None:
         """The device's share; a record that is now whole goes out."""

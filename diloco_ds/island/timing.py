@@ -1,4 +1,4 @@
-"""Time of the parts of a step, and its loss, read without making the device wait.
+"""Time of the parts of a step, and its loss, read without making the device wait; and of the parts of a boundary.
 
 On a CPU a point in time is a clock reading. On a GPU it is an event in the stream, and the loss travels to
 pinned memory behind it; both are read when the device has passed them, usually during the step after.
@@ -33,6 +33,29 @@ class _Pending:
     step: int
     points: list[tuple[str, Any]]  # (part that ends at this point, point)
     loss: Tensor | None = None
+
+
+class Laps:
+    """Seconds of the parts of a boundary, on the host's clock.
+
+    decide (rank 0 reads orders and inbox), agree (the decision reaches all ranks), answer and adopt (copies of fragments:
+    on a GPU only their launch), complete (what is done is committed).
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = 0.0
+
+    def begin(self) -> None:
+        """A boundary begins."""
+        self.seconds = {}
+        self._last = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """A part ends here; it began where the last one ended."""
+        now = time.perf_counter()
+        self.seconds[part] = now - self._last
+        self._last = now
 
 
 class StepTimer:

@@ -43,7 +43,7 @@ def build_config(
     and for vocabularies that differ.
     """
     if model.config_file is not None:
-        hf_config = _from_file(model.config_file, model.overrides, vocab_size, special_tokens or {})
+        hf_config = config_from_file(model.config_file, model.overrides, vocab_size, special_tokens or {})
     else:
         hf_config = _from_checkpoint(str(model.checkpoint), model.overrides)
     _check_vocabulary(hf_config, vocab_size)
@@ -99,14 +99,19 @@ def count_parameters(hf_config: PreTrainedConfig) -> ParameterCount:
     model = meta_model(hf_config)
     total = sum(parameter.numel() for parameter in model.parameters())
     experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
-    text = hf_config.get_text_config()
     idle = 0
     if experts:
-        count = _first_of(text, ("num_experts", "num_local_experts", "n_routed_experts"))
-        chosen = _first_of(text, ("top_k_experts", "num_experts_per_tok", "num_experts_per_token"))
+        count, chosen = routing(hf_config)
         idle = experts * (count - chosen) // count
     embedding = sum(parameter.numel() for parameter in model.get_input_embeddings().parameters())
     return ParameterCount(total, total - idle, embedding)
+
+
+def routing(hf_config: PreTrainedConfig) -> tuple[int, int]:
+    """Routed experts of a layer, and how many of them a token passes through. UserError for a model without any."""
+    text = hf_config.get_text_config()
+    count = _first_of(text, ("num_experts", "num_local_experts", "n_routed_experts"))
+    return count, _first_of(text, ("top_k_experts", "num_experts_per_tok", "num_experts_per_token"))
 
 
 def _first_of(hf_config: PreTrainedConfig, names: Iterable[str]) -> int:
@@ -116,9 +121,10 @@ def _first_of(hf_config: PreTrainedConfig, names: Iterable[str]) -> int:
     return int(values[0])
 
 
-def _from_file(
+def config_from_file(
     path: str, overrides: Mapping[str, Any], vocab_size: int, special_tokens: Mapping[str, int | None]
 ) -> PreTrainedConfig:
+    """The config a model file describes, as `build_config` says, whatever the size of its own vocabulary."""
     config_class, fields = _read_file(path)
     known = set(config_class().__dict__)
     fields = {**fields, **overrides}

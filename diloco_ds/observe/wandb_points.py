@@ -40,6 +40,8 @@ def _of_step(record: Record) -> Iterator[tuple[str, Any]]:
             continue
         if key == "buckets":
             yield from ((f"time/{bucket}_s", seconds) for bucket, seconds in (value or {}).items())
+        elif key == "exchange_parts":
+            yield from ((f"time/exchange/{part}_s", seconds) for part, seconds in (value or {}).items())
         else:
             yield _STEP_NAMES.get(key, f"progress/{key}"), value
 

@@ -1,4 +1,3 @@
-import io
 import json
 import os
 import shutil
@@ -8,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_run import tiny_config
 
+from diloco_ds.cli import main
 from diloco_ds.config_file import save_config
 from diloco_ds.data.prepare import prepare
 from diloco_ds.errors import UserError
@@ -31,7 +30,7 @@ def run(tmp_path: Path, eval_dir: Path) -> RunDir:
     """A run directory as the conductor makes it, with a snapshot of other weights than the initial ones."""
     settings = {"tasks": ["copa_local"], "task_dirs": [str(eval_dir)], "limit": 4, "heldout_tokens": 640}
     config = tiny_config(tmp_path, evaluation=settings)
-    prepared = prepare(config, tmp_path, Console(file=io.StringIO()))
+    prepared = prepare(config, tmp_path)
     model = initial_model(
         config.model, build_config(config.model, prepared.vocab_size, prepared.special_tokens), 1
     )
@@ -104,34 +103,34 @@ def test_the_process_evaluates_a_snapshot_and_records_it(run):
     assert len(read_metrics(run.metrics)) == 1
 
 
-def test_a_run_is_evaluated_at_its_newest_weights(run):
+def test_a_run_is_evaluated_at_its_newest_weights(run, capsys):
     with pytest.raises(UserError, match="no global weights yet"):
-        evaluate_model(str(run.root), Console(file=io.StringIO()), tasks=[])
+        evaluate_model(str(run.root), tasks=[])
     for number, factor in ((9, 1.5), (10, 0.5)):
         checkpoint = run.syncer_checkpoints / f"{number:06}"
         checkpoint.mkdir(parents=True)
         weights = {name: tensor * factor for name, tensor in load_file(run.initial_weights).items()}
         save_file(weights, checkpoint / "theta.safetensors")
     newest = run.syncer_checkpoints / "000010" / "theta.safetensors"
-    result = evaluate_model(str(run.root), Console(file=io.StringIO()), tasks=[], device="cpu")
+    result = evaluate_model(str(run.root), tasks=[], device="cpu")
     assert result.heldout == pytest.approx(expected(run, newest), rel=1e-6)
 
     export(run.snapshots / "4096" / "theta.safetensors", run.model_config, run.tokenizer, run.export)
-    out = io.StringIO()
-    result = evaluate_model(str(run.root), Console(file=out, width=120), device="cpu")
+    result = evaluate_model(str(run.root), device="cpu")
     assert result.heldout == pytest.approx(
         expected(run, run.snapshots / "4096" / "theta.safetensors"), rel=1e-5
     )
     assert [row.task for row in result.rows()] == ["held-out text", "held-out text", "copa_local"]
     assert all(isinstance(row, Row) for row in result.rows())
-    assert "standard error" in out.getvalue()
 
     # The export is a Hugging Face model with its tokenizer: it can be evaluated without the run.
-    alone = evaluate_model(
-        str(run.export), Console(file=out), tasks=["copa_local"], task_dirs=_dirs(run), limit=4
-    )
-    assert alone.heldout is None
-    assert alone.rows()[0].value == result.rows()[2].value
+    arguments = ["eval", str(run.export), "--tasks", "copa_local", "--task-dir", *_dirs(run), "--limit", "4"]
+    assert main([*arguments, "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["heldout"] is None
+    assert alone["tasks"][0]["value"] == result.rows()[2].value
+    assert main(arguments) == 0
+    assert "standard error" in capsys.readouterr().out
 
 
 def _dirs(run: RunDir) -> list[str]:
@@ -141,18 +140,17 @@ def _dirs(run: RunDir) -> list[str]:
 
 
 def test_what_cannot_be_evaluated_is_one_line(run, tmp_path):
-    console = Console(file=io.StringIO())
     for target, tasks, says in (
         (tmp_path, [], "is a model, not a run"),
         (tmp_path, ["copa_local"], "is neither a run directory nor a causal Hugging Face model"),
     ):
         with pytest.raises(UserError, match=says) as error:
-            evaluate_model(str(target), console, tasks=tasks, task_dirs=_dirs(run))
+            evaluate_model(str(target), tasks=tasks, task_dirs=_dirs(run))
         assert "\n" not in str(error.value)
     shutil.rmtree(tmp_path / "cache")
     export(run.snapshots / "4096" / "theta.safetensors", run.model_config, run.tokenizer, run.export)
     with pytest.raises(UserError, match="prepared data is no longer at"):
-        evaluate_model(str(run.root), console, tasks=[])
+        evaluate_model(str(run.root), tasks=[])
 
 
 def test_an_evaluation_in_half_precision_is_close(run):

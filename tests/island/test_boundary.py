@@ -10,6 +10,7 @@ from diloco_ds.config import Adoption
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.island.boundary import Adopt, Boundary, Decision, Then
 from diloco_ds.island.completion import Completion, RankBoard
+from diloco_ds.island.timing import Laps
 
 adoptions = st.dictionaries(
     st.integers(0, 5), st.builds(Adopt, st.integers(0, 2**62), st.none() | st.integers(0, 2**62))
@@ -124,7 +125,7 @@ def boxes(tmp_path):
 def crossed(boxes, tmp_path, decision, **adoption):
     ranks = OneRank([torch.tensor([3.0, 5.0]), torch.tensor([1.0, 2.0, 3.0])])
     completion = Completion(RankBoard.renew(tmp_path / "ranks", 1), 0)
-    boundary, finished = Boundary(ranks, *boxes, completion, Adoption(**adoption)), []
+    boundary, finished = Boundary(ranks, *boxes, completion, Adoption(**adoption), Laps()), []
     boundary.carry_out(boundary.agree(decision), lambda: finished.append(True))
     completion.close()
     return ranks.fragments, finished

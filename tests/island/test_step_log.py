@@ -38,8 +38,8 @@ def test_the_device_never_takes_more_than_the_whole():
 
 def test_a_record_goes_out_when_the_device_has_reported_too(tmp_path):
     log = StepLog(tmp_path / "metrics.jsonl", "a", 3)
-    log.add(1, 1.0, 0.1, 0.2, {"step": 11, "tokens": 64})
-    log.add(2, 1.0, 0.1, 0.2, {"step": 12, "tokens": 128})
+    log.add(1, 1.0, 0.1, {"decide": 0.05, "adopt": 0.15}, {"step": 11, "tokens": 64})
+    log.add(2, 1.0, 0.1, {}, {"step": 12, "tokens": 128})
     log.results([StepResult(1, 2.5, 0.1, 0.3, 0.2)])
     assert log.loss == 2.5
     log.event("started", "because")
@@ -51,6 +51,8 @@ def test_a_record_goes_out_when_the_device_has_reported_too(tmp_path):
     assert first["loss"] == 2.5
     assert set(first["buckets"]) == {"data", "forward", "backward", "optimizer", "exchange", "other"}
     assert sum(first["buckets"].values()) == pytest.approx(first["step_s"])
+    assert first["exchange_parts"] == {"decide": 0.05, "adopt": 0.15}
+    assert first["buckets"]["exchange"] == pytest.approx(0.2)
     assert (event["kind"], event["event"], event["role"]) == ("event", "started", "learner")
     assert second["loss"] is None  # JSON has no nan
     assert first["time"] <= second["time"]

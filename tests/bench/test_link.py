@@ -7,14 +7,14 @@ import os
 
 import pytest
 
-from diloco_ds.exchange import bench_link
+from diloco_ds.cli import main
 from diloco_ds.rundir import SharedMemory
 
 
 @pytest.mark.slow
 def test_measures_each_size_both_ways(capsys):
-    assert bench_link.main(["--mb", "1", "5", "--repeats", "2", "--json"]) == 0
-    speeds = json.loads(capsys.readouterr().out)
+    assert main(["bench", "link", "--mb", "1", "5", "--repeats", "2", "--json"]) == 0
+    speeds = json.loads(capsys.readouterr().out)["speeds"]
     assert [speed["fragment_mb"] for speed in speeds] == [1, 5]
     for speed in speeds:
         assert min(speed["up_mb_s"], speed["down_mb_s"], speed["memcpy_mb_s"]) > 1
@@ -22,11 +22,11 @@ def test_measures_each_size_both_ways(capsys):
 
 
 def test_bad_sizes_are_refused(capsys):
-    assert bench_link.main(["--mb", "0"]) == 2
+    assert main(["bench", "link", "--mb", "0"]) == 2
     assert "must be positive" in capsys.readouterr().err
 
 
 def test_too_little_shared_memory_is_said_and_nothing_is_left(capsys):
-    assert bench_link.main(["--mb", str(10**9)]) == 2
+    assert main(["bench", "link", "--mb", str(10**9)]) == 2
     assert "of shared memory are needed" in capsys.readouterr().err
     assert not SharedMemory(f"bench-link-{os.getpid()}").root.exists()

@@ -1,23 +1,18 @@
 """How fast a fragment gets from one mailbox into the other over the link, beside a plain copy in memory.
 
-    python -m diloco_ds.exchange.bench_link [--mb 1 16 64 256] [--repeats 7] [--json]
-
 The way is the one of training: commit in one box, agent and proxy as mpirun starts them, commit in the other
 box.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -30,8 +25,6 @@ from diloco_ds.exchange.store import Mark
 from diloco_ds.exchange.wire import ThetaHeader, UpdateHeader
 from diloco_ds.rundir import RunDir, SharedMemory, write_json
 
-SIZES_MB = (1, 16, 64, 256)
-REPEATS = 7
 _ISLAND = "bench"
 _LAYOUT = "bench"
 _WARM_UP = 3  # versions that touch both slots at both ends for the first time
@@ -48,12 +41,12 @@ class LinkSpeed:
     memcpy_mb_s: float  # from one slot of a box to the other, one thread
 
 
-def bench_link(sizes_mb: Sequence[int] = SIZES_MB, repeats: int = REPEATS) -> list[LinkSpeed]:
+def bench_link(sizes_mb: Sequence[int], repeats: int) -> list[LinkSpeed]:
     """Measure a link on this host; leaves nothing behind. UserError if there is no mpirun or too little
     memory.
     """
     if min(sizes_mb, default=0) < 1 or repeats < 1:
-        raise UserError("bench link: sizes (MB) and repeats must be positive")
+        raise UserError("bench link: --mb and --repeats must be positive")
     with _LiveLink(tuple(250_000 * size for size in sizes_mb)) as link:
         return [
             LinkSpeed(
@@ -175,28 +168,3 @@ def print_table(speeds: Sequence[LinkSpeed]) -> None:
         print(
             f"{speed.fragment_mb:>7} MB {speed.up_mb_s:>16.0f} {speed.down_mb_s:>16.0f} {speed.memcpy_mb_s:>12.0f}"
         )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench_link", description=__doc__.splitlines()[0] if __doc__ else None
-    )
-    parser.add_argument("--mb", type=int, nargs="+", default=SIZES_MB, help="fragment sizes in MB")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help="transfers per size and direction")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(arguments)
-    try:
-        speeds = bench_link(options.mb, options.repeats)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if options.json:
-        print(json.dumps([asdict(speed) for speed in speeds]))
-    else:
-        print_table(speeds)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
