@@ -33,12 +33,12 @@ class PlainSettings:
                 f"bench island: plain torch is compared with AdamW alone, not deepspeed.optimizer.type {optimizer['type']}"
             )
         for block in ("fp16", "torch_autocast", "amp"):
-            if deepspeed.get(block, {}).get("enabled"):
+            if (deepspeed.get(block) or {}).get("enabled"):
                 raise UserError(
                     f"bench island: plain torch is compared in fp32 or bf16, not with deepspeed.{block}; "
                     "set bf16: {enabled: true}"
                 )
-        low = deepspeed.get("bf16", {}).get("enabled", False)
+        low = (deepspeed.get("bf16") or {}).get("enabled", False)
         micro_batch, accumulation = _batch(deepspeed, ranks)
         return cls(
             dtype=torch.bfloat16 if low else torch.float32,
