@@ -8,9 +8,7 @@ from typing import Any
 from diloco_ds.observe.metrics import Record
 
 SYNCER = "syncer"
-_STEP_NAMES = {name: f"train/{name}" for name in ("loss", "lr", "grad_norm", "tokens_per_s")} | {
-    "step_s": "time/step_s"
-}
+_STEP_NAMES = {name: f"train/{name}" for name in ("loss", "lr", "tokens_per_s")} | {"step_s": "time/step_s"}
 _NOT_LOGGED = {"time", "kind", "island", "incarnation", "tokens"}
 
 
