@@ -6,6 +6,7 @@ box.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess

@@ -30,11 +30,12 @@ class LossCost:
 
 @dataclass(frozen=True)
 class LossShape:
-    """Hidden states [tokens, width] and an output embedding [vocabulary, width], in bf16."""
+    """Hidden states [tokens, width] and an output embedding [vocabulary, width], in `precision` (bf16 or fp32)."""
 
     vocabulary: int
     width: int
     tokens: int
+    precision: str
 
     @property
     def logits_mb(self) -> float:
@@ -75,7 +76,8 @@ def _inputs(shape: LossShape, device: torch.device) -> tuple[Tensor, Tensor, Ten
     hidden = torch.randn(shape.tokens, shape.width, generator=generator)
     weight = 0.02 * torch.randn(shape.vocabulary, shape.width, generator=generator)
     targets = torch.randint(shape.vocabulary, (shape.tokens,), generator=generator)
-    leaves = [each.to(device, torch.bfloat16).requires_grad_() for each in (hidden, weight)]
+    dtype = torch.bfloat16 if shape.precision == "bf16" else torch.float32
+    leaves = [each.to(device, dtype).requires_grad_() for each in (hidden, weight)]
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf)
     return leaves[0], leaves[1], targets.to(device)

@@ -75,6 +75,12 @@ def _add_loss(parts: Any) -> None:
         metavar="N",
         help="values of trainer.loss_chunk (128 512 2048)",
     )
+    part.add_argument(
+        "--precision",
+        choices=("bf16", "fp32"),
+        default="bf16",
+        help="of hidden states and embedding (bf16); without hardware for it, bf16 is slow on a CPU",
+    )
     part.add_argument("--repeats", type=int, default=3, metavar="N", help="passes of each (3)")
 
 
@@ -117,13 +123,13 @@ def _loss(arguments: argparse.Namespace) -> None:
 
     from diloco_ds.bench.loss import LossShape, bench_loss
 
-    shape = LossShape(arguments.vocab, arguments.width, arguments.tokens)
+    shape = LossShape(arguments.vocab, arguments.width, arguments.tokens, arguments.precision)
     costs = bench_loss(shape, arguments.chunks, arguments.repeats)
     if arguments.json:
         print(json.dumps({**asdict(shape), "losses": [asdict(cost) for cost in costs]}))
         return
     title = (
-        f"{shape.tokens} tokens, vocabulary {shape.vocabulary}, width {shape.width}, bf16: "
+        f"{shape.tokens} tokens, vocabulary {shape.vocabulary}, width {shape.width}, {shape.precision}: "
         f"logits in fp32 {shape.logits_mb:.0f} MiB"
     )
     table = Table(title=title, title_justify="left")
