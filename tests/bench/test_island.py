@@ -1,6 +1,7 @@
 """The island's benchmark: the three loops really train by turns, and its arithmetic."""
 
 import json
+import signal
 import tempfile
 from pathlib import Path
 
@@ -18,7 +19,19 @@ from diloco_ds.bench.plain_settings import PlainSettings
 from diloco_ds.cli import main
 from diloco_ds.core.fragments import TensorSpec, balance
 
+pytestmark = pytest.mark.usefixtures("same_signals")
+
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "torch_adam": True}}
+
+
+@pytest.fixture
+def same_signals():
+    """Ctrl-C and the like are pytest's again after the test."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.mark.slow
