@@ -28,7 +28,7 @@ def run(tmp_path):
         "budget": {"tokens": BUDGET},
         "deepspeed": {"gradient_accumulation_steps": 4},
         "trainer": {"warmup_tokens": WARMUP},
-        "syncer": {"checkpoint_every_s": 3.0},
+        "syncer": {"checkpoint_every_s": 3.0, "keep_checkpoints": 10},  # none goes while it is compared
     }
     with live_run(tmp_path, **settings) as run:
         yield run
