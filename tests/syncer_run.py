@@ -29,10 +29,10 @@ from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.exchange.merging import Merger
 from diloco_ds.exchange.syncer_process import main
-from diloco_ds.exchange.tensor_file import file_sha256
 from diloco_ds.exchange.wire import OrdersRecord, ReportRecord, UpdateHeader
 from diloco_ds.observe.metrics import read_metrics
 from diloco_ds.rundir import RunDir, SharedMemory, write_json
+from diloco_ds.tensor_file import file_sha256
 
 SPECS = (
     TensorSpec("embed.weight", (5, 4), True),

@@ -31,7 +31,7 @@ from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.recovery import Recovery
 from diloco_ds.exchange.store import Mark, Store, flatten
-from diloco_ds.exchange.tensor_file import TensorFileWriter, file_sha256
+from diloco_ds.tensor_file import TensorFileWriter, file_sha256
 
 FORMAT = 1
 

@@ -22,9 +22,9 @@ from diloco_ds.exchange.recovery import Recovery
 from diloco_ds.exchange.store import Mark, Store, flatten
 from diloco_ds.exchange.syncer_checkpoint import BadCheckpoint, checkpoints, restore_checkpoint
 from diloco_ds.exchange.tape_file import tells_of_a_merge
-from diloco_ds.exchange.tensor_file import file_sha256
 from diloco_ds.membership import run_config
 from diloco_ds.rundir import RunDir, SharedMemory
+from diloco_ds.tensor_file import file_sha256
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The island's own checkpoints on disk: which one is whole and newest, and which ones go.
 
-A checkpoint is a directory that DeepSpeed fills, `i00003-s000001200` for incarnation 3 at step clock 1200. It
-counts once its `complete.json` is there, which is written last; a half-written one is never loaded and is
+A checkpoint is a directory that the ranks fill (inner_state.py), `i00003-s000001200` for incarnation 3 at step
+clock 1200. It counts once its `complete.json` is there, which is written last; a half-written one is never loaded and is
 removed when the next one is complete.
 """
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint: its directory's name (DeepSpeed's tag) and the facts written when it was complete."""
+    """A whole checkpoint: its directory's name (the tag) and the facts written when it was complete."""
 
     tag: str
     facts: dict[str, Any]
@@ -61,7 +61,7 @@ class IslandCheckpoints:
         write_json(self.root / tag / MARK, facts)
         whole = [each for each in self._tags() if self._facts(each) is not None]
         kept = {tag, *whole[-self._keep :]}
-        leavings = [path.name for path in self.root.glob(".i*-s*.partial")]  # DeepSpeed died while it saved
+        leavings = [path.name for path in self.root.glob(".i*-s*.partial")]  # the learner died while it saved
         for old in [*self._tags(), *leavings]:
             if old not in kept:
                 self._remove(old)

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -21,6 +22,7 @@ from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.island.deepspeed_settings import prepared
+from diloco_ds.island.inner_state import InnerState, read_facts, together
 from diloco_ds.island.slices import How, Ranks, adopt, find_slices, undo_first_step
 from diloco_ds.island.timing import StepResult, StepTimer
 from diloco_ds.island.transfer import HostMemory, Transfer
@@ -28,8 +30,18 @@ from diloco_ds.model.build import travelling_parameters
 from diloco_ds.model.loss import LossModel
 from diloco_ds.rundir import write_json
 
-SHAPE_FILE = "island.json"
-"""Beside a checkpoint of DeepSpeed: the shape of the island that wrote it."""
+CLIENT_FILE = "learner.json"
+"""In a checkpoint: what the learner keeps beside the inner state."""
+
+
+class Loaded(NamedTuple):
+    """What `Engine.load` found."""
+
+    client_state: dict[str, Any]
+    written_by: (
+        dict[str, Any] | None
+    )  # the shape of the island that wrote it, if it is another than this one's
+    missing: tuple[str, ...]  # what was not taken, in words
 
 
 class Engine:
@@ -189,39 +201,34 @@ class Engine:
     # --- checkpoints ---
 
     def save(self, directory: Path, tag: str, client_state: dict[str, Any]) -> None:
-        """Write a checkpoint `directory`/`tag` with moments, masters and `client_state`; it appears whole or
-        not at all. Waits for the other ranks.
+        """Write a checkpoint `directory`/`tag` with masters, moments and `client_state` (JSON-able); it appears
+        whole or not at all. Waits for the other ranks. OSError on all of them if the disk does not take it.
         """
-        partial = f".{tag}.partial"
-        self._engine.save_checkpoint(
-            str(directory), tag=partial, client_state=client_state, save_latest=False
-        )
-        if self.rank == 0:
-            write_json(directory / partial / SHAPE_FILE, self._shape())
-        failpoint("learner.saving")
-        distributed.barrier(group=self._group)
-        if self.rank == 0:
-            os.replace(directory / partial, directory / tag)
-        distributed.barrier(group=self._group)
+        partial = directory / f".{tag}.partial"
+        try:
+            self._inner_state().write(partial, self.rank, self._gather, self._shape())
+            failpoint("learner.saving")
+            together(self._gather, lambda: self._publish(partial, directory / tag, client_state))
+        except OSError:
+            if self.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
 
-    def load(self, directory: Path, tag: str) -> dict[str, Any]:
-        """Go on from the checkpoint `directory`/`tag` exactly; returns its client_state. Only before the
-        first step. Waits for the other ranks. UserError if another shape of island wrote it.
+    def _publish(self, partial: Path, target: Path, client_state: dict[str, Any]) -> None:
+        if self.rank == 0:
+            write_json(partial / CLIENT_FILE, client_state)
+            os.replace(partial, target)
+
+    def load(self, directory: Path, tag: str) -> Loaded:
+        """Go on from the checkpoint `directory`/`tag`, whatever shape of island wrote it; one of the same shape
+        exactly. Only before the first step. UserError, with nothing touched, if it is no checkpoint or one of
+        another model.
         """
-        file = directory / tag / SHAPE_FILE
-        if not file.is_file():
-            raise UserError(f"{directory / tag} holds no checkpoint of an island")
-        written = json.loads(file.read_text())
-        if written != self._shape():
-            raise UserError(
-                f"{directory / tag} was written by another shape of island: {written}; "
-                f"this one is {self._shape()}"
-            )
-        path, client_state = self._engine.load_checkpoint(str(directory), tag=tag)
-        if path is None:
-            raise UserError(f"{directory / tag}: DeepSpeed could not read this checkpoint")
+        written = read_facts(directory / tag, self._layout)["shape"]
+        missing = self._inner_state().read(directory / tag)
         self._find_slices()
-        return dict(client_state)
+        client_state = json.loads((directory / tag / CLIENT_FILE).read_text())
+        return Loaded(client_state, written if written != self._shape() else None, tuple(missing))
 
     def close(self, disconnect: bool = True) -> None:
         """Wait for the other ranks and end; without `disconnect` another engine can be started among them
@@ -239,6 +246,14 @@ class Engine:
             "zero_stage": self._engine.zero_optimization_stage(),
             "precision": str(self._engine.get_data_types()[0]).removeprefix("torch."),
         }
+
+    def _inner_state(self) -> InnerState:
+        return InnerState(self._engine, self._layout, self._slices)
+
+    def _gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world_size
+        distributed.all_gather_object(values, value, group=self._group)
+        return values
 
     def _begin_with(self, initial: Mapping[str, Tensor]) -> None:
         """Make the masters the fp32 weights: DeepSpeed has made them of the rounded ones."""

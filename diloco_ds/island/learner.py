@@ -139,11 +139,15 @@ class Learner:
         """Write a checkpoint at step clock `step`, all ranks together."""
         zero, tag = self._zero, IslandCheckpoints.tag(self._run.identity.incarnation, step)
         began = time.perf_counter()
-        with _spoken_for(zero.lead if zero else None, "running", LONGEST_SAVE_S):
-            self._engine.save(self._run.checkpoints.root, tag, zero.state() if zero else {})
+        try:
+            with _spoken_for(zero.lead if zero else None, "running", LONGEST_SAVE_S):
+                self._engine.save(self._run.checkpoints.root, tag, zero.state() if zero else {})
+            failure = None
+        except OSError as error:  # on all ranks alike
+            failure = error
         self._saving = time.perf_counter() - began
         if zero is not None:
-            zero.saved(tag, self._saving)
+            zero.saved(tag, self._saving, failure)
 
 
 def learn(run: OpenRun, stop: Stop) -> None:

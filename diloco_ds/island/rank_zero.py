@@ -90,8 +90,11 @@ class RankZero:
         self.log.results(results)
         self.lead.report("running")
 
-    def saved(self, tag: str, seconds: float) -> None:
-        """The ranks have written the checkpoint `tag`."""
+    def saved(self, tag: str, seconds: float, failure: OSError | None) -> None:
+        """The ranks have written the checkpoint `tag`, or could not."""
+        if failure is not None:
+            self.saver.failed(tag, failure)
+            return
         clock, progress = self.lead.clock, self.lead.progress
         facts = {
             "step": clock.step,
@@ -104,7 +107,7 @@ class RankZero:
         self._unsaved = False
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside DeepSpeed's own."""
+        """What a checkpoint keeps beside the inner state."""
         return {"lead": self.lead.state()}
 
     def end(self, results: Sequence[StepResult], then: Then) -> None:

@@ -9,17 +9,15 @@ from typing import Any
 from diloco_ds.island.checkpoints import IslandCheckpoints
 from diloco_ds.island.step_log import StepLog
 
-BYTES_PER_PARAMETER = 18
-"""What a checkpoint takes until the first one is measured: fp32 master, two moments, a copy in low precision,
-and some more.
-"""
+BYTES_PER_PARAMETER = 13
+"""What a checkpoint takes until the first one is measured: fp32 master, two moments, and some more."""
 
 
 class Saver:
     """Rank 0's side of saving.
 
-    DeepSpeed writes in the foreground: its background writers do not work on every device. Bringing the files
-    to disk, the mark that makes them count, and removing older ones happen in a thread.
+    The ranks write in the foreground, between two steps. Bringing the files to disk, the mark that makes them
+    count, and removing older ones happen in a thread.
     """
 
     def __init__(self, checkpoints: IslandCheckpoints, every_s: float, parameters: int, log: StepLog) -> None:
@@ -45,13 +43,17 @@ class Saver:
         return not self._paused
 
     def written(self, tag: str, facts: dict[str, Any], seconds: float) -> None:
-        """DeepSpeed has written `tag`, which held the loop up for `seconds`: complete it."""
+        """The ranks have written `tag`, which held the loop up for `seconds`: complete it."""
         self.wait()
         self._last = time.monotonic()
         self._completing = threading.Thread(
             target=self._complete, args=(tag, facts, seconds), name="checkpoint"
         )
         self._completing.start()
+
+    def failed(self, tag: str, why: OSError) -> None:
+        """The ranks could not write `tag`: training goes on, and the next one is tried when it is due."""
+        self._log.event("checkpoint_failed", f"{tag}: {why}")
 
     def wait(self) -> None:
         """Return when the last checkpoint is complete."""

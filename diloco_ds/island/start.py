@@ -15,7 +15,7 @@ from diloco_ds.data.shard import Shard
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.island.checkpoints import IslandCheckpoints
-from diloco_ds.island.engine import Engine
+from diloco_ds.island.engine import Engine, Loaded
 from diloco_ds.island.lead import Identity, Lead
 from diloco_ds.island.learner_processes import MARK
 from diloco_ds.membership import joining_of, joinings, run_config
@@ -87,7 +87,7 @@ def _restore_checkpoint(engine: Engine, lead: Lead | None, checkpoints: IslandCh
     if newest is None:
         return "initial weights and fresh optimizer moments: there is no own checkpoint"
     try:
-        state = engine.load(checkpoints.root, newest.tag)
+        loaded = engine.load(checkpoints.root, newest.tag)
     except UserError as error:  # found before anything was loaded: the engine is as it was
         return f"initial weights and fresh optimizer moments: {error}"
     except Exception:
@@ -95,8 +95,17 @@ def _restore_checkpoint(engine: Engine, lead: Lead | None, checkpoints: IslandCh
         checkpoints.withdraw(newest.tag)
         raise
     if lead is not None:
-        lead.restore(state["lead"])
-    return f"weights and optimizer moments of its checkpoint {newest.tag}"
+        lead.restore(loaded.client_state["lead"])
+        if loaded.written_by:
+            lead.progress.step_time = 0.0  # that of the other shape says nothing
+    return _told(newest.tag, loaded)
+
+
+def _told(tag: str, loaded: Loaded) -> str:
+    said = f"weights {'' if loaded.missing else 'and optimizer moments '}of its checkpoint {tag}"
+    if loaded.written_by:
+        said += ", written by " + ", ".join(f"{name} {value}" for name, value in loaded.written_by.items())
+    return "; ".join([said, *loaded.missing])
 
 
 def _mailbox(folder: Path) -> Mailbox:

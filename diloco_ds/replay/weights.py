@@ -23,9 +23,9 @@ from diloco_ds.exchange.merging import Merger
 from diloco_ds.exchange.store import Mark, Store, flatten
 from diloco_ds.exchange.syncer_checkpoint import checkpoints
 from diloco_ds.exchange.syncer_opening import origins_of
-from diloco_ds.exchange.tensor_file import file_sha256
 from diloco_ds.replay.decisions import Generation, Moment, Recording
 from diloco_ds.rundir import SharedMemory
+from diloco_ds.tensor_file import file_sha256
 
 Version = tuple[int, int]
 """Fragment and version; names a state of a fragment once and for all, since no version is used twice."""

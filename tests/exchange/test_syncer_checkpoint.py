@@ -26,8 +26,8 @@ from diloco_ds.exchange.syncer_checkpoint import (
     save,
     save_checkpoint,
 )
-from diloco_ds.exchange.tensor_file import TensorFileWriter, file_sha256
 from diloco_ds.rundir import SharedMemory
+from diloco_ds.tensor_file import TensorFileWriter, file_sha256
 
 LAYOUT = balance(
     [TensorSpec("embed", (7, 3), True), TensorSpec("matrix", (4, 5), False), TensorSpec("scalar", (), False)],

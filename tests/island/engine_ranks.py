@@ -231,24 +231,27 @@ def checkpoint(case, directory):
     island.engine.close(disconnect=False)
 
     again = Island(case, directory, seed=2)
-    state = again.engine.load(directory / "saved", "two")
+    state, other_shape, missing = again.engine.load(directory / "saved", "two")
     again.batches.set_state(batches)
     again.train(steps=2)
     seen = {
         "one whole checkpoint": folders == ["two"],
         "client state comes back": state["position"] == [3, 4],
+        "nothing is missing": other_shape is None and not missing,
         "goes on exactly": equal(expected, again.masters() + again.moments()),
         "slices are those of the loaded weights": equal(again.written(), again.masters()),
     }
     again.engine.close(disconnect=False)
-    stage = (case["deepspeed"]["zero_optimization"]["stage"] + 1) % 3
-    other = {**case, "deepspeed": {**case["deepspeed"], "zero_optimization": {"stage": stage}}}
-    third = Island(other, directory)
-    seen["another shape is refused"] = refused(
-        lambda: third.engine.load(directory / "saved", "two"), "another shape"
-    )
+    third = Island(case, directory)
     seen["no checkpoint is refused"] = refused(
         lambda: third.engine.load(directory / "saved", "one"), "no checkpoint"
+    )
+    if third.engine.rank == 0:
+        facts = directory / "saved" / "two" / "island.json"
+        facts.write_text(facts.read_text().replace(LAYOUT.digest, "0" * 64))
+    third.engine.least([0])
+    seen["another model is refused"] = refused(
+        lambda: third.engine.load(directory / "saved", "two"), "another model"
     )
     third.engine.close(disconnect=False)
     return seen
@@ -292,4 +295,5 @@ def main():
     distributed.destroy_process_group()
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The inner state of an island on disk: by tensors, not by shards, so that an island of any shape goes on from it.
+
+In the directory of a checkpoint:
+
+    master.safetensors     fp32 master weights, every travelling tensor under its own name
+    exp_avg.safetensors    and the like: one such file for each value per weight that the optimizer keeps
+    buffers.safetensors    persistent buffers, where the model has any
+    island.json            layout, shape of the island, what the optimizer counts, DeepSpeed's counters
+
+The ranks write into the same files, each its own ranges (slices.py), and read what belongs to them: no rank
+ever holds more than its part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco_ds.core.fragments import FragmentLayout
+from diloco_ds.errors import UserError
+from diloco_ds.island.moments import Moments
+from diloco_ds.island.slices import FragmentSlices, Slice
+from diloco_ds.rundir import write_json
+from diloco_ds.tensor_file import Stored, TensorFile
+
+FORMAT = 2
+FACTS = "island.json"
+MASTER = "master"
+BUFFERS = "buffers.safetensors"
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+Gather = Callable[[Any], list[Any]]
+"""Gives every rank the values of all ranks, in the order of the ranks; a collective."""
+
+
+class InnerState:
+    """What one rank holds of the inner state. `engine` is DeepSpeed's, `slices` are this rank's."""
+
+    def __init__(self, engine: Any, layout: FragmentLayout, slices: Sequence[FragmentSlices]) -> None:
+        self._engine, self._layout, self._slices = engine, layout, slices
+        self._moments = Moments(engine.optimizer)
+
+    def write(self, directory: Path, rank: int, gather: Gather, shape: dict[str, Any]) -> None:
+        """Write the files into `directory`, which rank 0 makes. A collective. OSError on all ranks if the
+        disk does not take it on one of them.
+        """
+        own = self._moments.values()
+        told = gather(
+            (own, {name: self._moments.numbers(part, own) for name, _, part in self._parts("owned")})
+        )
+        values = {name: dtype for names, _ in told for name, dtype in names.items()}
+        numbers = {tensor: counted for _, theirs in told for tensor, counted in theirs.items()}
+        files = [MASTER, *values]
+        together(gather, lambda: self._create(directory, files) if rank == 0 else None)
+        together(gather, lambda: self._write_own(directory, files))
+        facts = {
+            "format": FORMAT,
+            "layout": self._layout.digest,
+            "shape": shape,
+            "optimizer": {"kind": self._moments.kind(), "values": values, "numbers": numbers},
+            "counters": {name: getattr(self._engine, name) for name in _COUNTERS},
+            "loss_scale": _loss_scale(self._engine.optimizer),
+        }
+        together(gather, lambda: write_json(directory / FACTS, facts) if rank == 0 else None)
+
+    def read(self, directory: Path) -> list[str]:
+        """Go on from what `write` wrote, before the first step; waits for nobody. Returns what was not taken,
+        in words.
+        """
+        facts = read_facts(directory, self._layout)
+        with TensorFile(directory / f"{MASTER}.safetensors") as file:
+            read_weights(file, self._layout, self._slices)
+        self._read_buffers(directory / BUFFERS)
+        for name, value in facts["counters"].items():
+            setattr(self._engine, name, value)
+        _set_loss_scale(self._engine.optimizer, facts["loss_scale"])
+        return self.read_moments(directory)
+
+    def read_moments(self, directory: Path) -> list[str]:
+        """Take the optimizer's moments alone, before the first step; as `read`."""
+        saved = read_facts(directory, self._layout)["optimizer"]
+        if not self._moments.can_go_on_from(saved["kind"]):
+            kinds = saved["kind"], self._moments.kind()
+            was, is_ = (kind["class"] if kinds[0]["class"] != kinds[1]["class"] else kind for kind in kinds)
+            return [f"fresh optimizer moments: those saved are of {was}, the optimizer is {is_}"]
+        if not saved["values"] and not saved["numbers"]:
+            return ["fresh optimizer moments: none were saved"]
+        numbers = ((part, saved["numbers"].get(tensor, {})) for tensor, _, part in self._parts("masters"))
+        self._moments.begin(saved["values"], numbers)
+        for name in saved["values"]:
+            with TensorFile(directory / f"{name}.safetensors") as file:
+                for tensor, start, part in self._parts("masters"):
+                    file.read(tensor, start, self._moments.beside(part, name).values())
+        return []
+
+    def _create(self, directory: Path, files: Sequence[str]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {p.spec.name: Stored(torch.float32, p.spec.shape) for p in self._layout.tensors}
+        for name in files:
+            TensorFile.create(directory / f"{name}.safetensors", tensors).close()
+        buffers = persistent_buffers(self._engine.module.model)
+        if buffers:
+            stored = {name: Stored(buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
+            with TensorFile.create(directory / BUFFERS, stored) as file:
+                for name, buffer in buffers.items():
+                    file.write(name, 0, buffer.detach().flatten())
+
+    def _write_own(self, directory: Path, files: Sequence[str]) -> None:
+        for name in files:
+            with TensorFile(directory / f"{name}.safetensors", writable=True) as file:
+                for tensor, start, part in self._parts("owned"):
+                    values = part if name == MASTER else self._moments.beside(part, name)
+                    file.write(tensor, start, values.values().detach())
+
+    def _read_buffers(self, path: Path) -> None:
+        buffers = persistent_buffers(self._engine.module.model)
+        if buffers:
+            with TensorFile(path) as file:
+                for name, buffer in buffers.items():
+                    file.read(name, 0, buffer.detach().view(-1))
+
+    def _parts(self, which: str) -> Iterator[tuple[str, int, Slice]]:
+        """This rank's `owned` slices, `masters` or `copies`, cut by tensors: name, where in it, and slice."""
+        for fragment, slices in enumerate(self._slices):
+            yield from cut_by_tensors(self._layout, fragment, getattr(slices, which))
+
+
+def cut_by_tensors(
+    layout: FragmentLayout, fragment: int, slices: Sequence[Slice]
+) -> Iterator[tuple[str, int, Slice]]:
+    """`slices` of a fragment, cut where its tensors end: name of the tensor, first element in it, slice."""
+    for placed in layout.tensors_of(fragment):
+        low, high = placed.offset, placed.offset + placed.spec.numel
+        for each in slices:
+            if part := each.cut(low, high):
+                yield placed.spec.name, part.start - low, part
+
+
+@torch.no_grad()
+def read_weights(file: TensorFile, layout: FragmentLayout, slices: Sequence[FragmentSlices]) -> None:
+    """Write the tensors of `file` into the masters and copies of this rank; waits for nobody."""
+    for fragment, own in enumerate(slices):
+        for name, start, part in cut_by_tensors(layout, fragment, [*own.masters, *own.copies]):
+            if part.held():
+                file.read(name, start, part.values())
+
+
+def read_facts(directory: Path, layout: FragmentLayout) -> dict[str, Any]:
+    """What island.json in `directory` says. UserError if that is no checkpoint, or one of another model."""
+    file = directory / FACTS
+    if not file.is_file():
+        raise UserError(f"{directory} holds no checkpoint of an island")
+    facts: dict[str, Any] = json.loads(file.read_text())
+    if facts.get("format") != FORMAT:
+        raise UserError(f"{directory}: its format is {facts.get('format')}, this program writes {FORMAT}")
+    if facts["layout"] != layout.digest:
+        raise UserError(
+            f"{directory} is a checkpoint of another model, or of other fragments, than the run's"
+        )
+    return facts
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that belong to the model's weights, such as a router's bias."""
+    kept = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def _loss_scaler(optimizer: Any) -> Any:
+    """The object that holds the loss scale of fp16; for other precisions it never changes."""
+    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", optimizer)
+
+
+def _loss_scale(optimizer: Any) -> dict[str, float]:
+    scaler = _loss_scaler(optimizer)
+    return {name: float(getattr(scaler, name)) for name in _LOSS_SCALE if hasattr(scaler, name)}
+
+
+def _set_loss_scale(optimizer: Any, saved: dict[str, float]) -> None:
+    scaler = _loss_scaler(optimizer)
+    for name, value in saved.items():
+        if hasattr(scaler, name):
+            setattr(scaler, name, type(getattr(scaler, name))(value))
+
+
+def together(gather: Gather, work: Callable[[], None]) -> None:
+    """Do the work; OSError on all ranks if there is one on any."""
+    error: OSError | None = None
+    try:
+        work()
+    except OSError as caught:
+        error = caught
+    said = [each for each in gather(str(error) if error else None) if each]
+    if said:
+        raise OSError(said[0]) from error
