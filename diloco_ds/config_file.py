@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from diloco_ds.config import RunConfig, merged
+from diloco_ds.config import Island, RunConfig, merged
 from diloco_ds.config_errors import COMMAND_LINE, KeyPath, dotted, explain, shown
 from diloco_ds.errors import UserError
 from diloco_ds.rundir import write_atomically
@@ -31,12 +31,16 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: Path, overrides: Sequence[str] = (), joined: Sequence[Island] = ()) -> RunConfig:
     """The run described by the YAML file `path`, after `overrides` such as `exchange.quorum=2` or `islands.a.ranks=2`.
+
+    `joined`: islands behind the file's own, which overrides can name too.
 
     UserError, one line: file and line, key path, what is wrong and what would be right.
     """
     tree, lines = _read(path)
+    if joined:
+        tree["islands"] = [*tree["islands"], *(island.model_dump(mode="json") for island in joined)]
     overridden = [_override(tree, override) for override in overrides]
     try:
         config = RunConfig.model_validate(tree)

@@ -11,16 +11,16 @@ Syncer and conductor look for new files; whoever starts anew reads them all. A n
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from collections.abc import Sequence
 
 import yaml
 from pydantic import Field
 
+from diloco_ds.changes import changed_settings
 from diloco_ds.config import Block, Island, RunConfig
 from diloco_ds.config_file import load_config
 from diloco_ds.errors import UserError
-from diloco_ds.rundir import RunDir, write_atomically
+from diloco_ds.rundir import RunDir, write_atomically, write_once
 
 
 class Joining(Block):
@@ -33,14 +33,14 @@ class Joining(Block):
     )
 
 
-def run_config(run: RunDir) -> RunConfig:
-    """The configuration of `run` with all islands that have joined, in that order, behind its own.
+def run_config(run: RunDir, more_changes: Sequence[str] = ()) -> RunConfig:
+    """The configuration of `run` with all islands that have joined, in that order, behind its own, and with what
+    was changed at a resume.
 
     Those that have left are in it: an island keeps its place, and with it its ids, for the life of the run.
     """
-    config = load_config(run.config)
     joined = [joining.island for joining in joinings(run)]
-    return config.model_copy(update={"islands": [*config.islands, *joined]})
+    return load_config(run.config, [*changed_settings(run), *more_changes], joined)
 
 
 def joinings(run: RunDir) -> list[Joining]:
@@ -68,7 +68,7 @@ def add(run: RunDir, joining: Joining) -> None:
     """Let the island join. UserError if another one took its name or number at the same moment."""
     text = yaml.safe_dump(joining.model_dump(mode="json"), sort_keys=False)
     taken = {each.number for each in joinings(run)}
-    if joining.number in taken or not _write_once(run.islands / f"{joining.island.name}.yaml", text):
+    if joining.number in taken or not write_once(run.islands / f"{joining.island.name}.yaml", text):
         raise UserError(f"{run.root}: another island is joining just now; try again")
 
 
@@ -102,17 +102,3 @@ def _share(number: int) -> float:
         number, bit = divmod(number, 2)
         share, step = share + bit * step, step / 2
     return share
-
-
-def _write_once(path: Path, text: str) -> bool:
-    """Write a file that must not be there yet, whole; False if it is."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
-    try:
-        os.link(partial, path)
-    except FileExistsError:
-        return False
-    finally:
-        partial.unlink()
-    return True

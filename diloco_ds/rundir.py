@@ -22,6 +22,20 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=1, default=str) + "\n")
 
 
+def write_once(path: Path, text: str) -> bool:
+    """Write `text` to `path`, which must not be there yet, whole or not at all; False if it is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(text)
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        return False
+    finally:
+        partial.unlink()
+    return True
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths of one run. Nothing is created here but on request."""
@@ -101,6 +115,11 @@ class RunDir:
     def islands(self) -> Path:
         """Which islands have joined, shall leave and have left (membership.py)."""
         return self.root / "islands"
+
+    @property
+    def changes(self) -> Path:
+        """Settings that were changed at a resume (changes.py)."""
+        return self.root / "changes"
 
     @property
     def chaos(self) -> Path:

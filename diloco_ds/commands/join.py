@@ -26,9 +26,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Let the island join and say how to see it."""
     from diloco_ds.conductor.joining import join
     from diloco_ds.conductor.summary import shown
+    from diloco_ds.observe.status import read_status
     from diloco_ds.rundir import RunDir
 
     settings = [f"name={arguments.island}", f"ranks={arguments.ranks}", *arguments.settings]
-    join(RunDir(arguments.run_dir.resolve()), settings)
+    run = RunDir(arguments.run_dir.resolve())
+    join(run, settings)
+    if read_status(run.root).conductor_pid is None:
+        print(
+            f"island {arguments.island} joins when the run goes on: diloco-ds train --resume {shown(run.root)}"
+        )
+        return 0
     print(f"island {arguments.island} joins; see diloco-ds status {shown(arguments.run_dir)} --watch")
     return 0

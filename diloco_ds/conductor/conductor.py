@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -59,6 +59,12 @@ class Conductor:
         self._state: RunState = "preparing"
         self._reason = ""
         self._finished_at: float | None = None
+
+    def tell_changes(self, changed: Sequence[str]) -> None:
+        """Say, and write into the metrics, what the run goes on with that was different before."""
+        for each in changed:
+            self._screen.say(f"changed {each}")
+        self._tell("settings_changed", "; ".join(changed))
 
     def conduct(self) -> int:
         """Conduct the run to its end; the program's exit code."""

@@ -29,9 +29,14 @@ KILLED_AFTER_S = 10.0
 
 
 def join(run: RunDir, settings: Sequence[str]) -> None:
-    """Let an island with these settings (key=value, `name` among them) join. UserError, with nothing touched."""
-    status = _live(run)
-    if status.conductor_pid is None:
+    """Let an island with these settings (key=value, `name` among them) join: a live run at once, a stopped one when
+    it goes on. UserError, with nothing touched.
+    """
+    status = read_status(run.root)
+    stopped = status.state in ("stopped", "failed", "dead")
+    if not stopped:
+        status = _live(run)
+    if not stopped and status.conductor_pid is None:
         raise UserError(
             f"{run.root}: the run has no conductor to start an island; diloco-ds train --resume first"
         )

@@ -78,6 +78,32 @@ def check_joining(run: RunDir, config: RunConfig, island: str) -> None:
     require_space(SHARED, sum(Mailbox.file_size(numels, inbox=inbox) for inbox in (False, True)))
 
 
+def check_changed(run: RunDir, config: RunConfig) -> None:
+    """UserError if the run cannot go on with `config`: it still runs, or the islands or devices refuse."""
+    from diloco_ds.observe.status import ENDED, read_status
+
+    status = read_status(run.root)
+    if status.state not in ENDED:
+        raise UserError(
+            f"{run.root}: the run is {status.state}; settings change while it is stopped: diloco-ds stop {run.root}"
+        )
+    check_training(config)
+
+
+def check_checkpoints(run: RunDir, config: RunConfig) -> None:
+    """UserError for an island's newest checkpoint that is of another model or other fragments than the run's."""
+    from diloco_ds.core.fragments import FragmentLayout
+    from diloco_ds.island.checkpoints import IslandCheckpoints
+    from diloco_ds.island.inner_state import read_facts
+
+    layout = FragmentLayout.from_json(run.layout.read_text())
+    for island in config.islands:
+        checkpoints = IslandCheckpoints(run.island_checkpoints(island.name), config.syncer.keep_checkpoints)
+        newest = checkpoints.newest()
+        if newest is not None:
+            read_facts(checkpoints.root / newest.tag, layout)
+
+
 def check_run_dir(run_dir: Path) -> None:
     """UserError if the directory that the user named cannot become a new run's."""
     if run_dir.exists() and not run_dir.is_dir():

@@ -26,8 +26,8 @@ import wandb
 from wandb.sdk.lib import wbauth
 
 from diloco_ds.config import RunConfig
-from diloco_ds.config_file import load_config
 from diloco_ds.errors import UserError
+from diloco_ds.membership import run_config
 from diloco_ds.observe.manifest import read_manifest
 from diloco_ds.observe.metrics import MetricsFile, MetricsFollower
 from diloco_ds.observe.status import ENDED, read_status
@@ -161,7 +161,7 @@ def resolve_mode(setting: str) -> Mode:
 
 def observe(run: RunDir, stop: threading.Event) -> None:
     """Follow the run until `stop` is set or the run has ended; then log what is left and finish."""
-    config = load_config(run.config)
+    config = run_config(run)
     mode = "disabled" if config.observe.wandb.mode == "disabled" else resolve_mode(config.observe.wandb.mode)
     if mode == "disabled":
         return

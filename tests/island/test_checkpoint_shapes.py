@@ -50,6 +50,7 @@ def task(
             **dict(zero),
         },
         "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
     }
     if precision != "fp32":
         settings[precision] = {"enabled": True}
