@@ -209,7 +209,7 @@ def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 def _bytes_of(values: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
-    return memoryview(values.detach().view(torch.uint8).numpy()).cast("B")
+    return memoryview(values.detach().view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

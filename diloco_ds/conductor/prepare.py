@@ -51,12 +51,14 @@ def _make(
 
     prepared = prepare(config, base_dir, console)
     hf_config = build_config(config.model, prepared.vocab_size, prepared.special_tokens)
-    model = initial_model(config.model, hf_config, config.seed)
-    layout = balance(tensor_specs(model), config.exchange.fragments, config.exchange.period)
     with _claimed(run_dir, config.name) as run:
+        scratch = run.root / ".weights"  # on the run's own disk: it may take as much as the model
+        model = initial_model(config.model, hf_config, config.seed, scratch)
+        layout = balance(tensor_specs(model), config.exchange.fragments, config.exchange.period)
         save_config(config, run.config)
         shutil.copytree(prepared.tokenizer, run.tokenizer)
         weights_sha256 = write_initial_weights(model, run.model_config)
+        shutil.rmtree(scratch, ignore_errors=True)
         write_atomically(run.layout, layout.to_json())
         write_manifest(
             run.root,

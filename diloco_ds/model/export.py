@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from huggingface_hub import split_torch_state_dict_into_shards
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from diloco_ds.errors import UserError
 from diloco_ds.model.build import travelling_parameters
 from diloco_ds.model.initial import FIXED
+from diloco_ds.rundir import write_json
+from diloco_ds.tensor_file import Stored, TensorFile
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,21 +51,68 @@ def export(
 
 
 def _write(weights: Path, init: Path, directory: Path, dtype: torch.dtype, shard_size: str) -> None:
+    """The files of the model but for the tokenizer. In memory is one layer at a time."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(init), dtype=dtype)
-    parameters = {name for name, _ in model.named_parameters()}
-    state = _read(init / FIXED, dtype, parameters) | _read(weights, dtype, parameters)
-    missing = sorted(set(travelling_parameters(model)) - set(state))
-    unknown = sorted(set(state) - set(model.state_dict()))
-    if missing or unknown:
-        raise UserError(f"export: {weights} holds other tensors than the model: {(missing or unknown)[0]}")
-    model.save_pretrained(directory, state_dict=state, max_shard_size=shard_size)
-
-
-def _read(path: Path, dtype: torch.dtype, parameters: set[str]) -> dict[str, Tensor]:
-    """The tensors of a file, parameters cast to `dtype` one at a time."""
-    with safe_open(path, framework="pt") as file:
-        return {
-            name: file.get_tensor(name).to(dtype) if name in parameters else file.get_tensor(name)
-            for name in file.keys()  # noqa: SIM118 (not a dict)
+    with TensorFile(init / FIXED) as fixed, TensorFile(weights) as travelling:
+        sources = {name: file for file in (fixed, travelling) for name in file.tensors}
+        missing = sorted(set(travelling_parameters(model)) - set(sources))
+        unknown = sorted(set(sources) - set(model.state_dict()))
+        if missing or unknown:
+            raise UserError(
+                f"export: {weights} holds other tensors than the model: {(missing or unknown)[0]}"
+            )
+        parameters = {name for name, _ in model.named_parameters()}
+        dtypes = {
+            name: dtype if name in parameters else file.tensors[name].dtype for name, file in sources.items()
         }
+        model.save_pretrained(directory, state_dict={})  # config.json and its like
+        files, place = _create_shards(model, sources, dtypes, directory, shard_size)
+        with contextlib.ExitStack() as open_files:
+            for file in files.values():
+                open_files.callback(file.close)
+            for group in _layers(sources):
+                tensors = {name: sources[name].tensor(name).to(dtypes[name]) for name in group}
+                for name, tensor in revert_weight_conversion(model, tensors).items():
+                    files[place[name]].write(name, 0, tensor.reshape(-1))
+
+
+def _create_shards(
+    model: PreTrainedModel,
+    sources: Mapping[str, TensorFile],
+    dtypes: Mapping[str, torch.dtype],
+    directory: Path,
+    shard_size: str,
+) -> tuple[dict[str, TensorFile], dict[str, str]]:
+    """The safetensors files with room for every tensor, under the names of published checkpoints, and the index;
+    the files by name, and the name of the file each tensor goes to.
+    """
+    shapes = {name: file.tensors[name].shape for name, file in sources.items()}
+    empty = {name: torch.empty(shapes[name], dtype=dtypes[name], device="meta") for name in sources}
+    planned = revert_weight_conversion(model, empty)
+    split = split_torch_state_dict_into_shards(
+        planned, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_size
+    )
+    (directory / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # save_pretrained's, without tensors
+    files = {
+        file: TensorFile.create(
+            directory / file,
+            {name: Stored(planned[name].dtype, tuple(planned[name].shape)) for name in names},
+        )
+        for file, names in split.filename_to_tensors.items()
+    }
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json(directory / SAFE_WEIGHTS_INDEX_NAME, index)
+    return files, split.tensor_to_filename
+
+
+def _layers(names: Iterable[str]) -> list[list[str]]:
+    """Names by layer (model.layers.3), a name outside any layer alone: what transformers converts together never
+    lies in two layers.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer = re.match(r".*?\.\d+(?=\.)", name)
+        groups.setdefault(layer[0] if layer else name, []).append(name)
+    return list(groups.values())

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.accelerate import load_offloaded_parameter
 
 from diloco_ds.errors import UserError
 
@@ -104,7 +105,7 @@ class _Head(nn.Module):
 
     def __init__(self, head: nn.Linear, chunk: int, softcap: float | None) -> None:
         super().__init__()
-        self.weight: Tensor = head.weight
+        self.weight: nn.Parameter = head.weight
         self.bias: Tensor | None = head.bias
         self.chunk, self.softcap = chunk, softcap
 
@@ -159,16 +160,28 @@ def _router_loss_of(model: PreTrainedModel) -> Any:
 @torch.no_grad()
 def check_loss(model: PreTrainedModel) -> None:
     """UserError if `LossModel` of `model` is not the loss the model itself computes (a scale of its logits,
-    another head).
+    another head). Weights that were left on disk are read a layer at a time.
     """
     vocab = model.config.get_text_config().vocab_size
-    ids = torch.arange(2 * 16, device=model.device).mul(7919).remainder(vocab).view(2, 16)
+    device = "cpu" if model.device.type == "meta" else model.device
+    ids = torch.arange(2 * 16, device=device).mul(7919).remainder(vocab).view(2, 16)
     was_training = model.training
     model.eval()
-    own, ours = model(input_ids=ids, labels=ids, use_cache=False).loss, LossModel(model, chunk=16)(ids)
+    loss_model = LossModel(model, chunk=16)
+    if loss_model.head.weight.is_meta:
+        loss_model.head.weight = nn.Parameter(_left_on_disk(model), requires_grad=False)
+    own, ours = model(input_ids=ids, labels=ids, use_cache=False).loss, loss_model(ids)
     model.train(was_training)
     if not torch.allclose(own.float(), ours, rtol=1e-3, atol=1e-4):
         raise UserError(
             f"{type(model).__name__} computes its loss in a way that is not supported: {own.item():.4f}, "
             f"where cross entropy of its output embedding gives {ours.item():.4f}"
         )
+
+
+def _left_on_disk(model: PreTrainedModel) -> Tensor:
+    """The weight of the output embedding."""
+    head = model.get_output_embeddings()
+    name = next(name for name, parameter in model.named_parameters() if parameter is head.weight)
+    values: Tensor = load_offloaded_parameter(model, name)
+    return values

@@ -31,9 +31,8 @@ def run(tmp_path: Path, eval_dir: Path) -> RunDir:
     settings = {"tasks": ["copa_local"], "task_dirs": [str(eval_dir)], "limit": 4, "heldout_tokens": 640}
     config = tiny_config(tmp_path, evaluation=settings)
     prepared = prepare(config, tmp_path)
-    model = initial_model(
-        config.model, build_config(config.model, prepared.vocab_size, prepared.special_tokens), 1
-    )
+    hf_config = build_config(config.model, prepared.vocab_size, prepared.special_tokens)
+    model = initial_model(config.model, hf_config, 1, tmp_path / "scratch")
     run = RunDir(tmp_path / "run")
     run.root.mkdir()
     save_config(config, run.config)

@@ -142,8 +142,47 @@ def test_a_run_starts_from_a_checkpoint_exactly(tmp_path, tokenizer):
     write_initial_weights(model, tmp_path / "init")
     export(tmp_path / "init/model.safetensors", tmp_path / "init", tokenizer, tmp_path / "hf")
     described = config.Model(checkpoint=str(tmp_path / "hf"))
-    started = initial_model(described, build_config(described, 64), seed=0)
-    assert torch.equal(started.eval()(IDS).logits, model(IDS).logits)
+    started = initial_model(described, build_config(described, 64), 0, tmp_path / "scratch")
+    assert all(parameter.is_meta for parameter in started.parameters())  # the weights are not in memory
+    write_initial_weights(started, tmp_path / "again")
+    assert torch.equal(load_initial(tmp_path / "again").eval()(IDS).logits, model(IDS).logits)
+    export(tmp_path / "again/model.safetensors", tmp_path / "again", tokenizer, tmp_path / "hf2")
+    for file in sorted((tmp_path / "hf").iterdir()):
+        assert (tmp_path / "hf2" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sharded_checkpoints_as_transformers_writes_them_are_read(tmp_path, family):
+    model = small_model(tmp_path, family)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="4KB")
+    described = config.Model(checkpoint=str(tmp_path / "hf"))
+    started = initial_model(described, build_config(described, 64), 0, tmp_path / "scratch")
+    assert list(travelling_parameters(started)) == list(travelling_parameters(model))
+    write_initial_weights(started, tmp_path / "init")
+    assert torch.equal(load_initial(tmp_path / "init").eval()(IDS).logits, model(IDS).logits)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
+    small_model(tmp_path).save_pretrained(tmp_path / "hf")
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    described = config.Model(checkpoint=str(tmp_path / "hf"))
+    with pytest.raises(UserError, match=r"hf' lacks weights of the model: model\.norm\.weight"):
+        initial_model(described, build_config(described, 64), 0, tmp_path / "scratch")
+
+
+def test_a_padded_vocabulary_survives(tmp_path, tokenizer):
+    model = small_model(tmp_path)  # 64 entries, the tokenizer of this run has 60
+    model.save_pretrained(tmp_path / "hf")
+    described = config.Model(checkpoint=str(tmp_path / "hf"))
+    started = initial_model(described, build_config(described, 60), 0, tmp_path / "scratch")
+    write_initial_weights(started, tmp_path / "init")
+    export(tmp_path / "init/model.safetensors", tmp_path / "init", tokenizer, tmp_path / "again")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert loaded.get_input_embeddings().num_embeddings == 64
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
 def test_a_random_start_depends_on_the_seed_alone(tmp_path):
@@ -152,7 +191,9 @@ def test_a_random_start_depends_on_the_seed_alone(tmp_path):
     described = config.Model(config_file=str(tmp_path / "model.yaml"), overrides=fields)
     hf_config = build_config(described, 64)
     hashes = [
-        write_initial_weights(initial_model(described, hf_config, seed), tmp_path / f"init{index}")
+        write_initial_weights(
+            initial_model(described, hf_config, seed, tmp_path / "scratch"), tmp_path / f"init{index}"
+        )
         for index, seed in enumerate((3, 3, 4))
     ]
     assert hashes[0] == hashes[1] != hashes[2]
