@@ -25,6 +25,7 @@ _MAY_CHANGE = (
         "trainer.loss_chunk",
         "trainer.activation_checkpointing",
         "trainer.compile",
+        "trainer.least_step_s",
     ),
     *("syncer.checkpoint_every_s", "syncer.keep_checkpoints", "syncer.threads"),
 )

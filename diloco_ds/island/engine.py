@@ -15,20 +15,22 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed
-from transformers import PreTrainedModel
 
 from diloco_ds import config
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.island.deepspeed_settings import prepared
-from diloco_ds.island.inner_state import InnerState, read_facts, together
+from diloco_ds.island.first_weights import fill, make_low_precision
+from diloco_ds.island.inner_state import InnerState, read_facts, read_weights, together
 from diloco_ds.island.slices import How, Ranks, adopt, find_slices, undo_first_step
 from diloco_ds.island.timing import StepResult, StepTimer
 from diloco_ds.island.transfer import HostMemory, Transfer
 from diloco_ds.model.build import travelling_parameters
+from diloco_ds.model.initial import WEIGHTS, empty_model
 from diloco_ds.model.loss import LossModel
 from diloco_ds.rundir import write_json
+from diloco_ds.tensor_file import TensorFile
 
 CLIENT_FILE = "learner.json"
 """In a checkpoint: what the learner keeps beside the inner state."""
@@ -38,10 +40,10 @@ class Loaded(NamedTuple):
     """What `Engine.load` found."""
 
     client_state: dict[str, Any]
-    written_by: (
-        dict[str, Any] | None
-    )  # the shape of the island that wrote it, if it is another than this one's
-    missing: tuple[str, ...]  # what was not taken, in words
+    # The shape of the island that wrote it, where it is another than this one's.
+    written_by: dict[str, Any] | None
+    # What was not taken, in words.
+    missing: tuple[str, ...]
 
 
 class Engine:
@@ -70,14 +72,14 @@ class Engine:
     @classmethod
     def start(
         cls,
-        model: PreTrainedModel,
+        initial: Path,
         deepspeed_config: dict[str, Any],
         trainer: config.Trainer,
         layout: FragmentLayout,
         seed: int,
     ) -> Engine:
-        """Join the island's ranks (the launcher's environment names them) and hand `model` (fp32, on the CPU)
-        to DeepSpeed.
+        """Join the island's ranks (the launcher's environment names them) and hand the model in `initial`
+        (model/initial.py) to DeepSpeed. No rank ever holds more of it than it trains with: at ZeRO-3 its part.
 
         `seed` is for dropout and the like. Blocks until all ranks are there. UserError for settings that
         cannot work.
@@ -86,11 +88,14 @@ class Engine:
         cpu = get_accelerator().device_name() == "cpu"
         settings = prepared(deepspeed_config, cpu)
         torch.manual_seed(seed + distributed.get_rank())
+        model = empty_model(initial)
+        make_low_precision(model, _precision(settings))
         if trainer.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-        initial = {name: tensor.detach() for name, tensor in travelling_parameters(model).items()}
         loss_model = LossModel(model, trainer.loss_chunk)
+        if settings.get("zero_optimization", {}).get("stage") == 3:
+            _partition(loss_model, settings)
+        fill(model, initial)
         trained = [parameter for parameter in loss_model.parameters() if parameter.requires_grad]
         try:
             engine, *_ = deepspeed.initialize(model=loss_model, model_parameters=trained, config=settings)
@@ -100,7 +105,8 @@ class Engine:
         if trainer.compile:
             engine.compile()
         started = cls(engine, layout)
-        started._begin_with(initial)
+        with TensorFile(initial / WEIGHTS) as file:  # DeepSpeed has made the masters of the rounded weights
+            read_weights(file, layout, started._slices)
         return started
 
     # --- the step ---
@@ -255,15 +261,23 @@ class Engine:
         distributed.all_gather_object(values, value, group=self._group)
         return values
 
-    def _begin_with(self, initial: Mapping[str, Tensor]) -> None:
-        """Make the masters the fp32 weights: DeepSpeed has made them of the rounded ones."""
-        for fragment in range(self._layout.fragments):
-            tensors = [initial[placed.spec.name].flatten() for placed in self._layout.tensors_of(fragment)]
-            self.adopt_fragment(fragment, torch.cat(tensors)).wait()
-
     def _find_slices(self) -> None:
         parameters = travelling_parameters(self._engine.module.model)
         self._slices = find_slices(self._engine.optimizer, parameters, self._layout, self._ranks)
+
+
+def _precision(settings: Mapping[str, Any]) -> torch.dtype:
+    """Of the weights that the forward pass uses."""
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    chosen = [dtype for key, dtype in low.items() if settings.get(key, {}).get("enabled")]
+    return chosen[0] if chosen else torch.float32
+
+
+def _partition(model: LossModel, settings: dict[str, Any]) -> None:
+    """Leave each rank its part of every parameter; DeepSpeed does so itself, but first takes the whole model to the
+    device.
+    """
+    deepspeed.zero.Init(module=model, config_dict_or_path=settings)
 
 
 def connect() -> None:

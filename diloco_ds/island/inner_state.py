@@ -179,14 +179,16 @@ def _loss_scaler(optimizer: Any) -> Any:
 
 def _loss_scale(optimizer: Any) -> dict[str, float]:
     scaler = _loss_scaler(optimizer)
-    return {name: float(getattr(scaler, name)) for name in _LOSS_SCALE if hasattr(scaler, name)}
+    found = {name: getattr(scaler, name, None) for name in _LOSS_SCALE}
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def _set_loss_scale(optimizer: Any, saved: dict[str, float]) -> None:
     scaler = _loss_scaler(optimizer)
     for name, value in saved.items():
-        if hasattr(scaler, name):
-            setattr(scaler, name, type(getattr(scaler, name))(value))
+        own = getattr(scaler, name, None)
+        if own is not None:
+            setattr(scaler, name, type(own)(value))
 
 
 def together(gather: Gather, work: Callable[[], None]) -> None:

@@ -178,7 +178,7 @@ def _start_engine(run: OpenRun) -> Engine:
     identity, config = run.identity, run.config
     deepspeed_config = config.deepspeed_of(identity.island)
     seed = config.seed + 1000 * identity.index
-    engine = Engine.start(run.load_model(), deepspeed_config, config.trainer, run.layout, seed)
+    engine = Engine.start(run.initial_weights(), deepspeed_config, config.trainer, run.layout, seed)
     for box in (run.mailbox.outbox, run.mailbox.inbox):
         if box is not None:
             engine.pin(box.address, box.nbytes)

@@ -7,8 +7,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.data.prepared import Prepared
 from diloco_ds.data.shard import Shard
@@ -19,7 +17,7 @@ from diloco_ds.island.engine import Engine, Loaded
 from diloco_ds.island.lead import Identity, Lead
 from diloco_ds.island.learner_processes import MARK
 from diloco_ds.membership import joining_of, joinings, run_config
-from diloco_ds.model.initial import load_initial, weights_hash
+from diloco_ds.model.initial import weights_hash
 from diloco_ds.observe.manifest import read_manifest
 from diloco_ds.rundir import RunDir, SharedMemory
 
@@ -58,13 +56,13 @@ class OpenRun:
         count = len(self.config.islands) - len(joinings(self.dir))
         return Shard(blocks, self.config.seed, self.identity.index, count, position)
 
-    def load_model(self) -> PreTrainedModel:
-        """The model with the run's initial weights; on rank 0 UserError unless their hash is the manifest's."""
+    def initial_weights(self) -> Path:
+        """Where the run's initial weights are; on rank 0 UserError unless their hash is the manifest's."""
         if self.rank == 0 and weights_hash(self.dir.model_config) != self.weights_sha256:
             raise UserError(
                 f"{self.dir.initial_weights} is not the file this run began with: its sha256 differs from the manifest's"
             )
-        return load_initial(self.dir.model_config)
+        return self.dir.model_config
 
 
 def restore(engine: Engine, lead: Lead | None, checkpoints: IslandCheckpoints) -> str:

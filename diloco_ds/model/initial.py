@@ -107,6 +107,7 @@ def empty_model(directory: Path) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(directory), dtype=torch.float32
         )
+    model.tie_weights()  # which goes with making initial weights, left out here
     with TensorFile(directory / FIXED) as file:
         fixed = set(file.tensors)
     for name, parameter in model.named_parameters():

@@ -18,8 +18,9 @@ from transformers import Gemma4TextConfig
 from diloco_ds import config
 from diloco_ds.core.fragments import balance
 from diloco_ds.errors import UserError
-from diloco_ds.island.engine import Engine
+from diloco_ds.island.engine import Engine, connect
 from diloco_ds.model.build import build_model, tensor_specs, travelling_parameters
+from diloco_ds.model.initial import write_initial_weights
 
 VOCABULARY, LENGTH = 101, 17
 
@@ -57,13 +58,25 @@ def flat(tensors):
     ]
 
 
+def initial_weights(directory, seed):
+    """Written by rank 0, as a run directory has them."""
+    connect()
+    path = directory / f"init{seed}"
+    if distributed.get_rank() == 0 and not path.exists():
+        write_initial_weights(small_model(seed), path)
+    distributed.barrier()
+    return path
+
+
 class Island:
     """An Engine with the views of it that DeepSpeed offers, all as flat fragments."""
 
     def __init__(self, case, directory, seed=1):
-        self.model = small_model(seed)
         trainer = config.Trainer(loss_chunk=11, activation_checkpointing=case["activation_checkpointing"])
-        self.engine = Engine.start(self.model, case["deepspeed"], trainer, LAYOUT, seed=0)
+        self.engine = Engine.start(
+            initial_weights(directory, seed), case["deepspeed"], trainer, LAYOUT, seed=0
+        )
+        self.model = self.engine._engine.module.model
         self.parameters = travelling_parameters(self.model)
         self.optimizer = self.engine._engine.optimizer
         self.directory = directory
