@@ -99,7 +99,7 @@ class Engine:
         trained = [parameter for parameter in loss_model.parameters() if parameter.requires_grad]
         try:
             engine, *_ = deepspeed.initialize(model=loss_model, model_parameters=trained, config=settings)
-        except ValueError as error:  # a setting DeepSpeed finds wrong, or impossible on this device
+        except (AssertionError, ValueError) as error:  # a setting DeepSpeed finds wrong, or impossible here
             raise UserError(f"deepspeed: {' '.join(str(error).split())}") from error
         undo_first_step(engine.optimizer)
         if trainer.compile:
