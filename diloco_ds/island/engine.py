@@ -4,24 +4,28 @@ preflight's engine_check.py imports DeepSpeed beside it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor, distributed
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.utils import groups
+from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
 from diloco_ds import config
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.failpoint import failpoint
-from diloco_ds.island.deepspeed_settings import prepared
-from diloco_ds.island.slices import How, Ranks, adopt, find_slices, undo_first_step
+from diloco_ds.island.deepspeed_settings import expert_parallel_size, prepared
+from diloco_ds.island.experts import WHOLE, Division, check_division, divide_experts
+from diloco_ds.island.slices import How, Ranks, adopt, find_slices, renew_copies, undo_first_step
 from diloco_ds.island.timing import StepResult, StepTimer
 from diloco_ds.island.transfer import HostMemory, Transfer
 from diloco_ds.model.build import travelling_parameters
@@ -37,9 +41,10 @@ class Engine:
     others is said there.
     """
 
-    def __init__(self, engine: Any, layout: FragmentLayout) -> None:
+    def __init__(self, engine: Any, layout: FragmentLayout, division: Division) -> None:
         self._engine = engine
         self._layout = layout
+        self._division = division
         self.rank: int = distributed.get_rank()
         self.world_size: int = distributed.get_world_size()
         self.device: torch.device = torch.device(engine.device)
@@ -79,6 +84,7 @@ class Engine:
         model.train()
         initial = {name: tensor.detach() for name, tensor in travelling_parameters(model).items()}
         loss_model = LossModel(model, trainer.loss_chunk)
+        division = _divide(loss_model, expert_parallel_size(deepspeed_config))
         trained = [parameter for parameter in loss_model.parameters() if parameter.requires_grad]
         try:
             engine, *_ = deepspeed.initialize(model=loss_model, model_parameters=trained, config=settings)
@@ -87,7 +93,7 @@ class Engine:
         undo_first_step(engine.optimizer)
         if trainer.compile:
             engine.compile()
-        started = cls(engine, layout)
+        started = cls(engine, layout, division)
         started._begin_with(initial)
         return started
 
@@ -193,9 +199,10 @@ class Engine:
         not at all. Waits for the other ranks.
         """
         partial = f".{tag}.partial"
-        self._engine.save_checkpoint(
-            str(directory), tag=partial, client_state=client_state, save_latest=False
-        )
+        with self._plain_files():
+            self._engine.save_checkpoint(
+                str(directory), tag=partial, client_state=client_state, save_latest=False
+            )
         if self.rank == 0:
             write_json(directory / partial / SHAPE_FILE, self._shape())
         failpoint("learner.saving")
@@ -217,9 +224,15 @@ class Engine:
                 f"{directory / tag} was written by another shape of island: {written}; "
                 f"this one is {self._shape()}"
             )
-        path, client_state = self._engine.load_checkpoint(str(directory), tag=tag)
+        with self._plain_files():
+            path, client_state = self._engine.load_checkpoint(str(directory), tag=tag)
         if path is None:
             raise UserError(f"{directory / tag}: DeepSpeed could not read this checkpoint")
+        if (
+            self._division.starts
+        ):  # of the copies the file holds rank 0's only; the masters are each rank's own
+            for fragment in self._slices:
+                renew_copies(fragment, self._ranks)
         self._find_slices()
         return dict(client_state)
 
@@ -236,6 +249,7 @@ class Engine:
     def _shape(self) -> dict[str, Any]:
         return {
             "ranks": self.world_size,
+            "expert_parallel": self._division.size,
             "zero_stage": self._engine.zero_optimization_stage(),
             "precision": str(self._engine.get_data_types()[0]).removeprefix("torch."),
         }
@@ -248,7 +262,47 @@ class Engine:
 
     def _find_slices(self) -> None:
         parameters = travelling_parameters(self._engine.module.model)
-        self._slices = find_slices(self._engine.optimizer, parameters, self._layout, self._ranks)
+        self._slices = find_slices(
+            self._engine.optimizer, parameters, self._layout, self._ranks, self._division.starts
+        )
+
+    @contextlib.contextmanager
+    def _plain_files(self) -> Iterator[None]:
+        """Checkpoints as of a model without experts: DeepSpeed's own files of experts know only layers it made. What a rank
+        alone holds is in its optimizer's file.
+        """
+        known, self._engine.has_moe_layers = self._engine.has_moe_layers, False
+        try:
+            yield
+        finally:
+            self._engine.has_moe_layers = known
+
+
+class _DividedExperts(AutoEPMoELayer):  # type: ignore[misc]
+    """Stands in the model so that DeepSpeed expects parameters which differ between ranks; the layers themselves are
+    transformers'.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        nn.Module.__init__(self)
+        self.num_experts = num_experts
+
+    def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None:
+        """Its groups are made already."""
+
+
+def _divide(loss_model: LossModel, size: int) -> Division:
+    """Divide the experts of every layer among groups of `size` ranks. UserError if they do not divide."""
+    if size == 1:
+        return WHOLE
+    try:
+        check_division(loss_model.model, size, distributed.get_world_size())
+    except UserError as error:
+        raise UserError(f"deepspeed.expert_parallel.autoep_size: {error}") from error
+    name = f"ep_size_{size}"
+    groups._create_expert_and_data_parallel(size)
+    loss_model.divided_experts = _DividedExperts(size)
+    return divide_experts(loss_model.model, groups._get_expert_parallel_group(name), name)
 
 
 def connect() -> None:
