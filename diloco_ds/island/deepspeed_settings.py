@@ -75,9 +75,7 @@ _REFUSALS = (
         "a tensor-parallel part of a matrix is no range of a fragment and cannot be exchanged; "
         "take zero_optimization.stage 3 to divide the model",
     ),
-    _Refusal(
-        "sequence_parallel_size", _off_or_one, "a rank trains on whole sequences; leave it out"
-    ),
+    _Refusal("sequence_parallel_size", _off_or_one, "a rank trains on whole sequences; leave it out"),
 )
 
 

@@ -97,7 +97,7 @@ def checkpoint(case, directory):
         "slices are those of the loaded weights": equal(again.written(), again.masters()),
     }
     again.engine.close(disconnect=False)
-    stage = (case["deepspeed"]["zero_optimization"]["stage"] + 1) % 3
+    stage = 2 if case["deepspeed"]["zero_optimization"]["stage"] == 1 else 1
     other = {**case, "deepspeed": {**case["deepspeed"], "zero_optimization": {"stage": stage}}}
     third = Island(other, directory)
     seen["another shape is refused"] = refused(
