@@ -30,7 +30,7 @@ WHOLE = Division(1, {})
 """Every rank holds all experts."""
 
 
-def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+def expert_modules(model: nn.Module) -> dict[str, Any]:
     """The modules of `model` that hold the experts of one layer as tensors [experts, ...], by name."""
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 

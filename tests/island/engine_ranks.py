@@ -75,6 +75,21 @@ def exchange(case, directory):
     return seen
 
 
+def adopts(case, directory):
+    """The least that is expected of an island: it begins right, trains, and takes over what it is given."""
+    island = Island(case, directory)
+    initial = travelling_parameters(small_model(case["model"]))
+    seen = {"begins with the fp32 weights": in_place(island, flat(initial, island.layout))}
+    loss, expected = first_loss(island, case)
+    seen["loss is the plain loss"] = abs(loss - expected) < case["loss_tolerance"]
+    island.adopt(noise(1, island.layout), "overwrite")
+    seen["overwrite is in place"] = in_place(island, noise(1, island.layout))
+    island.train(lr=0.0)
+    seen["overwrite survives a step"] = in_place(island, noise(1, island.layout))
+    island.engine.close(disconnect=False)
+    return seen
+
+
 def checkpoint(case, directory):
     """Save, go on, load into a fresh island, go on: the same bits."""
     island = Island(case, directory)
@@ -133,7 +148,8 @@ def agreement(case, directory):
 
 
 CHECKS = {
-    check.__name__: check for check in (exchange, checkpoint, agreement, identity, same_outer_gradients)
+    check.__name__: check
+    for check in (adopts, exchange, checkpoint, agreement, identity, same_outer_gradients)
 }
 
 

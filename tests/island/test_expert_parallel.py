@@ -9,27 +9,34 @@ from diloco_ds.errors import UserError
 from diloco_ds.island.deepspeed_settings import check_deepspeed
 
 OTHERS = ("mixtral", "qwen3-moe")
-ALL = ("identity", "same_outer_gradients")
+DIVIDED = {"model": "gemma4-moe", "experts_on": 2}
+AS_IF_WHOLE = ("same_outer_gradients",)
 CASES = [
     *(
-        case(stage, precision, "-whole", "gemma4-moe", checks=["exchange"])
+        case(stage, precision, "-whole", "gemma4-moe", checks=["adopts"])
         for stage in (0, 1, 2, 3)
         for precision in ("fp32", "bf16")
     ),
     *(
-        case(stage, precision, "-divided", "gemma4-moe", experts_on=2, checks=["exchange", *checks])
+        case(stage, "fp32", "-divided", **DIVIDED, checks=["exchange", "same_outer_gradients"])
         for stage in (1, 2, 3)
-        for precision, checks in (("fp32", ALL), ("bf16", ["identity", "checkpoint"]))
     ),
-    *(case(2, "fp32", f"-{model}", model, experts_on=2, checks=ALL) for model in OTHERS),
-    *(case(1, "bf16", f"-{model}", model, experts_on=2, checks=["exchange", "identity"]) for model in OTHERS),
-    case(1, "bf16-summed-in-fp32", "-divided", "gemma4-moe", experts_on=2),
-    case(2, "bf16", "-offload", "gemma4-moe", experts_on=2, zero=OFFLOAD),
-    case(1, "fp32", "-recomputed", "gemma4-moe", experts_on=2, activation_checkpointing=True),
+    *(
+        case(stage, "bf16", "-divided", **DIVIDED, checks=["exchange", "identity", "checkpoint"])
+        for stage in (1, 2, 3)
+    ),
+    *(
+        case(2, "fp32", f"-{model}", model, experts_on=2, checks=["identity", *AS_IF_WHOLE])
+        for model in OTHERS
+    ),
+    case(1, "bf16-summed-in-fp32", "-divided", **DIVIDED),
+    case(2, "bf16", "-offload", **DIVIDED, zero=OFFLOAD),
+    case(1, "fp32", "-recomputed", **DIVIDED, activation_checkpointing=True, checks=AS_IF_WHOLE),
 ]
 ON_FOUR_RANKS = [
-    case(stage, "fp32", f"-{size}-of-4", "gemma4-moe", experts_on=size, checks=["exchange", *ALL])
-    for stage, size in ((1, 2), (2, 4), (3, 2))
+    case(1, "fp32", "-2-of-4", **DIVIDED, checks=["exchange", *AS_IF_WHOLE]),
+    case(3, "bf16", "-2-of-4", **DIVIDED, checks=["identity", "checkpoint"]),
+    case(2, "fp32", "-4-of-4", "gemma4-moe", experts_on=4, checks=["identity", *AS_IF_WHOLE]),
 ]
 
 
