@@ -81,11 +81,11 @@ class Island:
     def __init__(self, case, directory, seed=1):
         self.model = small_model(case["model"], seed)
         self.layout = layout_of(self.model)
-        self.expert_tensors = {
+        self.expert_tensors = [
             f"{name}.{tensor}"
             for name, module in expert_modules(self.model).items()
             for tensor, _ in module.named_parameters()
-        }
+        ]
         self.divided = case["deepspeed"].get("expert_parallel", {}).get("autoep_size", 1)
         trainer = config.Trainer(loss_chunk=11, activation_checkpointing=case["activation_checkpointing"])
         self.engine = Engine.start(self.model, case["deepspeed"], trainer, self.layout, seed=0)
