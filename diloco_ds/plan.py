@@ -20,7 +20,7 @@ from diloco_ds.data.tokenizer import load_tokenizer, vocabulary_size
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.exchange.store import Store
-from diloco_ds.island.deepspeed_settings import check_deepspeed
+from diloco_ds.island.deepspeed_settings import check_deepspeed, expert_parallel_size
 from diloco_ds.model.build import ParameterCount, build_config, count_parameters
 from diloco_ds.sim.goodput import System, simulate
 
@@ -167,27 +167,32 @@ def _island(config: RunConfig, island: Island, parameters: int, layout: Fragment
     return IslandPlan(
         ranks=island.ranks,
         tokens_per_step=sequences * config.data.sequence_length,
-        rank_memory=rank_memory(settings, parameters, island.ranks),
+        rank_memory=rank_memory(settings, parameters, island.ranks, _experts(layout)),
         mailbox_bytes=Mailbox.file_size(layout.numels, inbox=True),
     )
 
 
-def rank_memory(settings: Mapping[str, Any], parameters: int, ranks: int) -> RankMemory:
-    """Bytes a rank holds of a model of `parameters` under DeepSpeed `settings`."""
+def _experts(layout: FragmentLayout) -> int:
+    return sum(placed.spec.numel for placed in layout.tensors if ".experts." in placed.spec.name)
+
+
+def rank_memory(settings: Mapping[str, Any], parameters: int, ranks: int, experts: int = 0) -> RankMemory:
+    """Bytes a rank holds of a model of `parameters`, `experts` of them in experts, under DeepSpeed `settings`."""
     zero = settings.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     is_low = any(settings.get(name, {}).get("enabled", False) for name in ("bf16", "fp16"))
     width = _LOW if is_low else _FP32
     share = -(-parameters // ranks)
-    of_optimizer = share if stage >= 1 else parameters
+    whole = parameters - experts + experts // expert_parallel_size(settings)
+    of_optimizer = share if stage >= 1 else whole
     master = _FP32 * of_optimizer if is_low or stage >= 1 else 0
     moments = _FP32 * moments_of(settings["optimizer"]) * of_optimizer
-    weights = width * (share if stage >= 3 else parameters)
+    weights = width * (share if stage >= 3 else whole)
     offloads_optimizer = zero.get("offload_optimizer", {}).get("device", "none") == "cpu"
     offloads_weights = zero.get("offload_param", {}).get("device", "none") == "cpu"
     return RankMemory(
         weights=weights,
-        gradients=width * (share if stage >= 2 else parameters),
+        gradients=width * (share if stage >= 2 else whole),
         master=master,
         moments=moments,
         offloaded=(master + moments) * offloads_optimizer + weights * offloads_weights,

@@ -79,6 +79,14 @@ def test_what_is_offloaded_is_not_on_the_device():
     assert memory.total == 2_000
 
 
+def test_divided_experts_are_held_once_by_the_ranks_that_share_them():
+    divided = {"expert_parallel": {"enabled": True, "autoep_size": 2}, "zero_optimization": {"stage": 1}}
+    settings = {"optimizer": ADAMW, "bf16": {"enabled": True}, **divided}
+    memory = rank_memory(settings, 1_000, 2, experts=600)
+    assert (memory.weights, memory.gradients) == (1_400, 1_400)  # 400 and half of 600, in bf16
+    assert (memory.master, memory.moments) == (2_000, 4_000)  # of half of the model, in fp32
+
+
 def test_fp32_without_zero_has_no_second_copy():
     assert rank_memory({"optimizer": ADAMW}, 1_000, 1).master == 0
     assert rank_memory({"optimizer": ADAMW}, 1_000, 1).total == 16_000

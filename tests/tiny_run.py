@@ -103,11 +103,16 @@ def tiny_run(
     *,
     precision: str = "bf16",
     zero_stage: int = 1,
-    islands: int = 2,
+    islands: int | list[dict[str, Any]] = 2,
     ranks: int = 1,
     **blocks: Any,
 ) -> dict[str, Any]:
-    """The run file as a dict; writes text.jsonl and model.yaml. `precision`: bf16, fp16 or fp32."""
+    """The run file as a dict; writes text.jsonl and model.yaml. `precision`: bf16, fp16 or fp32.
+
+    `islands`: how many, with `ranks` each, or their blocks.
+    """
+    if isinstance(islands, int):
+        islands = [{"name": "abcdefgh"[i], "ranks": ranks} for i in range(islands)]
     directory.mkdir(parents=True, exist_ok=True)
     text = directory / "text.jsonl"
     text.write_text("".join(json.dumps({"text": document}) + "\n" for document in tiny_text()))
@@ -125,7 +130,7 @@ def tiny_run(
             "cache_dir": str(directory / "cache"),
             "prepare_workers": 1,
         },
-        "islands": [{"name": "abcdefgh"[i], "ranks": ranks, "threads_per_rank": 1} for i in range(islands)],
+        "islands": [{"threads_per_rank": 1, **island} for island in islands],
         "deepspeed": deepspeed_config(precision, zero_stage),
         "exchange": {"fragments": 4, "period": 4, "overlap": 1},
         "syncer": {"checkpoint_every_s": 2.0},

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 from diloco_ds.config import RunConfig
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.link_launch import clean_environment, find_mpirun
-from diloco_ds.island.deepspeed_settings import ask_deepspeed, check_deepspeed
+from diloco_ds.island.deepspeed_settings import ask_deepspeed, check_deepspeed, expert_parallel_size
 from diloco_ds.island.launch import devices_of
 from diloco_ds.rundir import RunDir
 
-if TYPE_CHECKING:  # torch comes with it
+if TYPE_CHECKING:  # torch comes with them
+    from transformers import PreTrainedModel
+
     from diloco_ds.core.fragments import FragmentLayout
 
 SHARED = Path("/dev/shm")
@@ -70,6 +72,12 @@ def check_joining(run: RunDir, config: RunConfig, island: str) -> None:
     settings = config.deepspeed_of(island)
     check_deepspeed(settings)
     ask_deepspeed([(island, settings, config.island(island).ranks)])
+    if expert_parallel_size(settings) > 1:
+        from transformers import AutoConfig
+
+        from diloco_ds.model.build import meta_model
+
+        check_experts(config, island, meta_model(AutoConfig.from_pretrained(run.model_config)))
     devices_of(config, island, clean_environment(os.environ))
     port = config.island(island).master_port
     if port is not None and not _free(port):
@@ -170,7 +178,8 @@ def check_sources(config: RunConfig, base_dir: Path) -> None:
 def planned_layout(config: RunConfig, base_dir: Path) -> FragmentLayout:
     """The fragments of the model, found without making its weights or reading the text.
 
-    UserError for a model that cannot be built or whose vocabulary is not the tokenizer's. A tokenizer that is still to be
+    UserError for a model that cannot be built, whose vocabulary is not the tokenizer's, or whose experts cannot be divided
+    as an island says. A tokenizer that is still to be
     trained counts with the size it is asked for.
     """
     from diloco_ds.core.fragments import balance
@@ -182,7 +191,21 @@ def planned_layout(config: RunConfig, base_dir: Path) -> FragmentLayout:
         config.tokenizer.train_vocab if path is None else vocabulary_size(load_tokenizer(path, base_dir))
     )
     model = meta_model(build_config(config.model, int(entries or 0)))
+    for island in config.islands:
+        check_experts(config, island.name, model)
     return balance(tensor_specs(model), config.exchange.fragments, config.exchange.period)
+
+
+def check_experts(config: RunConfig, island: str, model: PreTrainedModel) -> None:
+    """UserError if the experts of `model` (it may be a meta one) cannot be divided among the island's ranks as it says."""
+    size = expert_parallel_size(config.deepspeed_of(island))
+    if size > 1:
+        from diloco_ds.island.experts import check_division
+
+        try:
+            check_division(model, size, config.island(island).ranks)
+        except UserError as error:
+            raise UserError(f"islands.{island}.deepspeed.expert_parallel.autoep_size: {error}") from error
 
 
 def check_shared_memory(config: RunConfig, layout: FragmentLayout, *, islands: bool) -> None:

@@ -70,14 +70,12 @@ _REFUSALS = (
     _Refusal("fp16.fp16_master_weights_and_grads", _off, "master weights must be fp32; leave it out"),
     _Refusal("hybrid_engine", _disabled, "the hybrid engine is for inference; leave it out"),
     _Refusal(
-        "expert_parallel", _disabled, "expert parallelism inside an island is not supported yet; leave it out"
+        "tensor_parallel.autotp_size",
+        _off_or_one,
+        "a tensor-parallel part of a matrix is no range of a fragment and cannot be exchanged; "
+        "take zero_optimization.stage 3 to divide the model",
     ),
-    _Refusal(
-        "tensor_parallel.autotp_size", _off_or_one, "tensor parallelism is not supported yet; leave it out"
-    ),
-    _Refusal(
-        "sequence_parallel_size", _off_or_one, "sequence parallelism is not supported yet; leave it out"
-    ),
+    _Refusal("sequence_parallel_size", _off_or_one, "a rank trains on whole sequences; leave it out"),
 )
 
 
@@ -89,6 +87,7 @@ def check_deepspeed(settings: Mapping[str, Any]) -> None:
         value = _lookup(settings, key)
         if value is not _MISSING and not harmless(value):
             raise UserError(f"deepspeed.{key}: {reason}")
+    _check_expert_parallel(settings)
     if _lookup(settings, "optimizer.type") is _MISSING:
         raise UserError(
             "deepspeed.optimizer: give the inner optimizer, for example {type: AdamW, params: {lr: 1e-3}}"
@@ -100,6 +99,35 @@ def check_deepspeed(settings: Mapping[str, Any]) -> None:
     if not {"train_micro_batch_size_per_gpu", "train_batch_size"} & set(settings):
         raise UserError(
             "deepspeed.train_micro_batch_size_per_gpu: give the sequences a rank trains on at a time"
+        )
+
+
+def expert_parallel_size(settings: Mapping[str, Any]) -> int:
+    """Among how many ranks the experts of a layer are divided, as the block `expert_parallel` of a DeepSpeed config says."""
+    block = settings.get("expert_parallel") or {}
+    return int(block.get("autoep_size", 1)) if block.get("enabled", False) else 1
+
+
+def _check_expert_parallel(settings: Mapping[str, Any]) -> None:
+    block = settings.get("expert_parallel") or {}
+    if not isinstance(block, Mapping):
+        raise UserError(
+            "deepspeed.expert_parallel: give a block, for example {enabled: true, autoep_size: 2}"
+        )
+    for key in block:
+        if key not in ("enabled", "autoep_size"):
+            raise UserError(
+                f"deepspeed.expert_parallel.{key}: routing is the model's own here; give enabled and autoep_size only"
+            )
+    size = block.get("autoep_size", 1)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UserError(
+            f"deepspeed.expert_parallel.autoep_size: {size!r} is no number of ranks to divide the experts among"
+        )
+    if expert_parallel_size(settings) > 1 and _lookup(settings, "zero_optimization.stage") in (_MISSING, 0):
+        raise UserError(
+            "deepspeed.zero_optimization.stage: at stage 0 a checkpoint would hold the experts of rank 0 only; "
+            "take stage 1 or more with expert_parallel"
         )
 
 
@@ -121,10 +149,11 @@ def ask_deepspeed(islands: Sequence[tuple[str, Mapping[str, Any], int]]) -> None
 
 def prepared(settings: Mapping[str, Any], cpu: bool) -> dict[str, Any]:
     """`settings` as DeepSpeed gets them: on a CPU Adam is torch's own, which needs no compilation, unless
-    they say otherwise.
+    they say otherwise, and experts are divided by this project.
     """
     check_deepspeed(settings)
     result: dict[str, Any] = copy.deepcopy(dict(settings))
+    result.pop("expert_parallel", None)  # done by island/experts.py
     offload = _lookup(result, "zero_optimization.offload_optimizer.device")
     if cpu and result["optimizer"]["type"].lower() in ("adam", "adamw") and offload in (_MISSING, "none"):
         result["optimizer"].setdefault("params", {}).setdefault("torch_adam", True)

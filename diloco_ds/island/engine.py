@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor, distributed
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.utils import groups
+from torch import Tensor, distributed, nn
 
 from diloco_ds import config
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.failpoint import failpoint
-from diloco_ds.island.deepspeed_settings import prepared
+from diloco_ds.island.deepspeed_settings import expert_parallel_size, prepared
+from diloco_ds.island.experts import WHOLE, Division, check_division, divide_experts
 from diloco_ds.island.first_weights import fill, make_low_precision
 from diloco_ds.island.inner_state import InnerState, read_facts, read_weights, together
 from diloco_ds.island.slices import How, Ranks, adopt, find_slices, undo_first_step
@@ -51,9 +54,10 @@ class Engine:
     others is said there.
     """
 
-    def __init__(self, engine: Any, layout: FragmentLayout) -> None:
+    def __init__(self, engine: Any, layout: FragmentLayout, division: Division) -> None:
         self._engine = engine
         self._layout = layout
+        self._division = division
         self.rank: int = distributed.get_rank()
         self.world_size: int = distributed.get_world_size()
         self.device: torch.device = torch.device(engine.device)
@@ -93,9 +97,11 @@ class Engine:
         if trainer.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         loss_model = LossModel(model, trainer.loss_chunk)
-        if settings.get("zero_optimization", {}).get("stage") == 3:
+        experts = expert_parallel_size(deepspeed_config)
+        if settings.get("zero_optimization", {}).get("stage") == 3 and experts == 1:
             _partition(loss_model, settings)
         fill(model, initial)
+        division = _divide(loss_model, experts)
         trained = [parameter for parameter in loss_model.parameters() if parameter.requires_grad]
         try:
             engine, *_ = deepspeed.initialize(model=loss_model, model_parameters=trained, config=settings)
@@ -104,7 +110,7 @@ class Engine:
         undo_first_step(engine.optimizer)
         if trainer.compile:
             engine.compile()
-        started = cls(engine, layout)
+        started = cls(engine, layout, division)
         with TensorFile(initial / WEIGHTS) as file:  # DeepSpeed has made the masters of the rounded weights
             read_weights(file, layout, started._slices)
         return started
@@ -249,6 +255,7 @@ class Engine:
     def _shape(self) -> dict[str, Any]:
         return {
             "ranks": self.world_size,
+            "expert_parallel": self._division.size,
             "zero_stage": self._engine.zero_optimization_stage(),
             "precision": str(self._engine.get_data_types()[0]).removeprefix("torch."),
         }
@@ -263,7 +270,36 @@ class Engine:
 
     def _find_slices(self) -> None:
         parameters = travelling_parameters(self._engine.module.model)
-        self._slices = find_slices(self._engine.optimizer, parameters, self._layout, self._ranks)
+        self._slices = find_slices(
+            self._engine.optimizer, parameters, self._layout, self._ranks, self._division.starts
+        )
+
+
+class _DividedExperts(AutoEPMoELayer):  # type: ignore[misc]
+    """Stands in the model so that DeepSpeed expects parameters which differ between ranks; the layers themselves are
+    transformers'.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        nn.Module.__init__(self)
+        self.num_experts = num_experts
+
+    def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None:
+        """Its groups are made already."""
+
+
+def _divide(loss_model: LossModel, size: int) -> Division:
+    """Divide the experts of every layer among groups of `size` ranks. UserError if they do not divide."""
+    if size == 1:
+        return WHOLE
+    try:
+        check_division(loss_model.model, size, distributed.get_world_size())
+    except UserError as error:
+        raise UserError(f"deepspeed.expert_parallel.autoep_size: {error}") from error
+    name = f"ep_size_{size}"
+    groups._create_expert_and_data_parallel(size)
+    loss_model.divided_experts = _DividedExperts(size)
+    return divide_experts(loss_model.model, groups._get_expert_parallel_group(name), name)
 
 
 def _precision(settings: Mapping[str, Any]) -> torch.dtype:

@@ -18,6 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from pydantic import ValidationError
 
 from diloco_ds.errors import UserError
@@ -39,15 +40,24 @@ def check_island(settings: Mapping[str, Any], ranks: int) -> None:
         raise UserError(_in_words(error)) from error
     except (AssertionError, ValueError) as error:
         raise UserError(f"deepspeed: {' '.join(str(error).split())}") from error
-    _check_optimizer(settings["optimizer"])
+    optimizer = _check_optimizer(settings["optimizer"])
+    sharded = settings.get("zero_optimization", {}).get("stage", 0) > 0
+    untested = optimizer is not None and type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS
+    if sharded and untested and not settings.get("zero_allow_untested_optimizer", False):
+        raise UserError(
+            f"deepspeed.optimizer.type: DeepSpeed has not tested {type(optimizer).__name__} with ZeRO; "
+            "to use it all the same set zero_allow_untested_optimizer: true"
+        )
 
 
-def _check_optimizer(optimizer: Mapping[str, Any]) -> None:
-    """Names as DeepSpeed takes them: its own in any case, else a class of torch.optim. torch's are tried on a number."""
+def _check_optimizer(optimizer: Mapping[str, Any]) -> torch.optim.Optimizer | None:
+    """Names as DeepSpeed takes them: its own in any case, else a class of torch.optim. torch's are tried on a number, and
+    returned.
+    """
     name, arguments = str(optimizer["type"]), dict(optimizer["params"])
     own_names = {known.lower(): known for known in DEEPSPEED_OPTIMIZERS}
     if name.lower() in own_names and not arguments.pop("torch_adam", False):
-        return
+        return None
     if name.lower() in own_names:
         decoupled = name.lower() == "adamw" or arguments.get("adam_w_mode", True)
         arguments.pop("adam_w_mode", None)
@@ -58,9 +68,10 @@ def _check_optimizer(optimizer: Mapping[str, Any]) -> None:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"deepspeed.optimizer.type: there is no optimizer '{name}'{hint}")
     try:
-        kinds[name]([torch.zeros(1, requires_grad=True)], **arguments)
+        tried: torch.optim.Optimizer = kinds[name]([torch.zeros(1, requires_grad=True)], **arguments)
     except (TypeError, ValueError) as error:
         raise UserError(f"deepspeed.optimizer.params: {' '.join(str(error).split())}") from error
+    return tried
 
 
 def _in_words(error: ValidationError) -> str:

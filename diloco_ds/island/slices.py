@@ -10,7 +10,7 @@ through their attributes; DeepSpeed is not imported.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -101,9 +101,15 @@ class Ranks:
 
 
 def find_slices(
-    optimizer: Any, parameters: dict[str, nn.Parameter], layout: FragmentLayout, ranks: Ranks
+    optimizer: Any,
+    parameters: dict[str, nn.Parameter],
+    layout: FragmentLayout,
+    ranks: Ranks,
+    starts: Mapping[str, int],
 ) -> list[FragmentSlices]:
     """The slices of every fragment. A collective: the ranks compare what they hold.
+
+    `starts`: of a parameter that holds only a part of its tensor, where the part begins (experts.divide_experts).
 
     UserError if the settings of DeepSpeed leave no fp32 master that can be written.
     """
@@ -112,7 +118,8 @@ def find_slices(
     for index in range(layout.fragments):
         fragment = FragmentSlices(layout.numel(index))
         for placed in layout.tensors_of(index):
-            _add(fragment, finder, parameters[placed.spec.name], placed.offset)
+            name = placed.spec.name
+            _add(fragment, finder, parameters[name], placed.offset + starts.get(name, 0))
         fragment.owned = _own_share(fragment, ranks) if finder.replicated else fragment.masters
         found.append(fragment)
     _check_masters(found)
@@ -259,9 +266,8 @@ def adopt(
     are not touched.
 
     overwrite: source; mix: alpha * own + (1 - alpha) * source; rebase: source + (own - snapshot), where
-    `snapshot` is the flat fragment that the island answered with. `overwrite` needs no other rank; with `mix`
-    and `rebase` a copy whose master lies on another rank comes from there, through one sum over the ranks for
-    each such tensor.
+    `snapshot` is the flat fragment that the island answered with. `overwrite` needs no other rank, `mix` and
+    `rebase` do (`renew_copies`).
     """
     if how == "overwrite":
         for part in (*fragment.masters, *fragment.copies):
@@ -275,6 +281,14 @@ def adopt(
             if snapshot is None:
                 raise ValueError("rebase needs the snapshot that the island answered with")
             own.sub_(_moved(snapshot, master)).add_(new)
+    renew_copies(fragment, ranks)
+
+
+@torch.no_grad()
+def renew_copies(fragment: FragmentSlices, ranks: Ranks) -> None:
+    """Make every copy its master rounded. A copy whose master lies on another rank comes from there, through one sum over
+    the ranks for each such tensor.
+    """
     for copy in fragment.copies:
         for master in fragment.masters:
             _copy_overlap(copy, master)

@@ -102,3 +102,32 @@ def test_wandb_online_needs_a_login(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = tiny_config(tmp_path, observe={"wandb": {"mode": "online"}})
     assert "nobody is logged in" in refusal(preflight.check_wandb, config)
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "experts", "message"),
+    [
+        (2, 3, 4, "2 does not divide the island's 3 ranks"),
+        (3, 3, 4, "3 does not divide the 4 experts of model.layers.0.experts"),
+        (2, 2, None, "Gemma4ForCausalLM has no experts in tensors [experts, ...]: leave expert_parallel out"),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused(tmp_path, size, ranks, experts, message):
+    fields = {
+        "enable_moe_block": True,
+        "num_experts": experts,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 8,
+    }
+    island = {
+        "name": "b",
+        "ranks": ranks,
+        "deepspeed": {"expert_parallel": {"enabled": True, "autoep_size": size}},
+    }
+    config = tiny_config(
+        tmp_path,
+        islands=[{"name": "a"}, island],
+        model={"overrides": fields if experts else {}},
+    )
+    said = refusal(preflight.planned_layout, config, tmp_path)
+    assert said == f"islands.b.deepspeed.expert_parallel.autoep_size: {message}"

@@ -12,7 +12,9 @@ def test_a_run_goes_on_with_other_ranks_another_zero_stage_and_one_more_island(t
         root = str(run.dir.root)
         run.train()
         run.until(
-            lambda: {record["island"] for record in run.records("event", event="checkpoint")} >= {"a", "b"},
+            lambda: (
+                {record.get("island") for record in run.records("event", event="checkpoint")} >= {"a", "b"}
+            ),
             "both islands have a checkpoint",
         )
         alive = run.command("train", "--resume", root, "islands.a.ranks=2")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from engine_ranks import LAYOUT, LENGTH, VOCABULARY, Island, equal, rounded
+from engine_island import LENGTH, VOCABULARY, Island, equal, rounded
 from torch import distributed
 
 BATCH = 4  # sequences of a step, over all ranks
@@ -17,7 +17,7 @@ class Carried(Island):
     """An island whose steps see the same batches whatever its shape."""
 
     def __init__(self, directory, settings, steps_made):
-        case = {"deepspeed": settings, "activation_checkpointing": False}
+        case = {"deepspeed": settings, "activation_checkpointing": False, "model": "gemma4"}
         super().__init__(case, directory, seed=1 if steps_made == 0 else 2)
         self.steps_made = steps_made
 
@@ -42,7 +42,7 @@ def carry_out(task, directory):
         loaded = island.engine.load(directory, task["since"])
         seen = {"written_by": loaded.written_by, "missing": loaded.missing, "kept": loaded.client_state}
         saved = torch.load(directory / f"{task['since']}.pt")
-        masters = saved[: LAYOUT.fragments]
+        masters = saved[: island.layout.fragments]
         copies = island.copies()
         seen["copies are the masters, rounded"] = equal(copies, rounded(masters, copies))
         held = island.held() if not loaded.missing else island.masters()

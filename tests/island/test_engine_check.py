@@ -20,6 +20,7 @@ def test_sound_settings_of_several_islands_pass():
         **SOUND,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
         "train_batch_size": 8,
+        "zero_allow_untested_optimizer": True,
     }
     ask_deepspeed([("a", SOUND, 1), ("b", sgd, 2)])
 
@@ -35,6 +36,11 @@ def test_sound_settings_of_several_islands_pass():
             {"optimizer": {"type": "AdamV", "params": {"lr": 1e-3}}},
             1,
             ["no optimizer 'AdamV'", "did you mean Adam"],
+        ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+            1,
+            ["optimizer.type: DeepSpeed has not tested SGD with ZeRO", "zero_allow_untested_optimizer: true"],
         ),
         (
             {"optimizer": {"type": "SGD", "params": {"lr": 1, "momentun": 0.9}}},

@@ -34,7 +34,9 @@ def test_unsharded_masters_are_shared_out_evenly_and_each_element_once(count, si
         def total(tensor):  # stands for the other ranks; what they really hold is summed up below
             tensor[: layout.fragments] = torch.tensor(layout.numels)
 
-        for index, found in enumerate(find_slices(object(), parameters, layout, ranks(rank, count, total))):
+        for index, found in enumerate(
+            find_slices(object(), parameters, layout, ranks(rank, count, total), {})
+        ):
             shares = sum(part.length for part in found.owned)
             assert abs(shares - found.numel / count) < 1
             for part in found.owned:
@@ -43,18 +45,35 @@ def test_unsharded_masters_are_shared_out_evenly_and_each_element_once(count, si
     assert owned == [[1] * numel for numel in layout.numels]
 
 
+def test_a_part_of_a_tensor_lies_where_it_begins_in_the_whole():
+    """The second of two ranks holds the last two of four experts."""
+    parameters = {"experts": torch.nn.Parameter(torch.randn(2, 3)), "norm": torch.nn.Parameter(torch.ones(1))}
+    layout = balance([TensorSpec("experts", (4, 3), False), TensorSpec("norm", (1,), False)], 1, 1)
+
+    def total(tensor):  # the first rank's experts and half of the norm
+        tensor[0] = 13
+
+    (found,) = find_slices(object(), parameters, layout, ranks(1, 2, total), {"experts": 6})
+    source = torch.arange(13.0)
+    adopt(found, source, "overwrite", 0.0, None, ranks())
+    assert parameters["experts"].tolist() == [[6, 7, 8], [9, 10, 11]]
+    assert parameters["norm"].tolist() == [12]
+
+
 def test_masters_nobody_holds_are_refused():
     parameters = {"w": torch.nn.Parameter(torch.ones(4))}
     layout = balance([TensorSpec("w", (4,), False)], 1, 1)
     with pytest.raises(UserError, match="of the 4 elements of fragment 0 the ranks hold 2"):
-        find_slices(object(), parameters, layout, ranks(0, 2))  # half of it, and no second rank adds its own
+        find_slices(
+            object(), parameters, layout, ranks(0, 2), {}
+        )  # half of it, and no second rank adds its own
 
 
 def test_masters_that_are_not_fp32_are_refused():
     parameters = {"w": torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))}
     layout = balance([TensorSpec("w", (4,), False)], 1, 1)
     with pytest.raises(UserError, match=r"master weights are torch\.bfloat16, they must be fp32"):
-        find_slices(object(), parameters, layout, ranks())
+        find_slices(object(), parameters, layout, ranks(), {})
 
 
 def two_ranks():
