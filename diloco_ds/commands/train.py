@@ -99,14 +99,14 @@ def _resume(arguments: argparse.Namespace, stops: Stops, console: Console) -> in
     from diloco_ds.conductor.preflight import check_host
     from diloco_ds.conductor.summary import shown
     from diloco_ds.membership import run_config
-    from diloco_ds.observe.manifest import read_manifest
+    from diloco_ds.observe.manifest import manifest_to_go_on
     from diloco_ds.observe.status_files import StatusFile, read_status_file
     from diloco_ds.rundir import RunDir
 
     if any(given is not None for given in (arguments.run_file, arguments.run_dir, arguments.chaos)):
         raise UserError("train: --resume goes on with a run as it was configured; give nothing beside it")
     run = RunDir(arguments.resume.resolve())
-    read_manifest(run.root)
+    manifest_to_go_on(run.root)
     config = run_config(run)
     before = read_status_file(run, "conductor", StatusFile)
     if before is not None and before.state == "finished" and not before.alive:

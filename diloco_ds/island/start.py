@@ -11,14 +11,13 @@ from transformers import PreTrainedModel
 
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.data.prepared import Prepared
-from diloco_ds.data.shard import Shard
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.island.checkpoints import IslandCheckpoints
 from diloco_ds.island.engine import Engine
 from diloco_ds.island.lead import Identity, Lead
 from diloco_ds.island.learner_processes import MARK
-from diloco_ds.membership import joining_of, joinings, run_config
+from diloco_ds.membership import run_config
 from diloco_ds.model.initial import load_initial, weights_hash
 from diloco_ds.observe.manifest import read_manifest
 from diloco_ds.rundir import RunDir, SharedMemory
@@ -50,14 +49,6 @@ class OpenRun:
         )
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    def shard(self, blocks: int, position: int) -> Shard:
-        """The island's share of the data, from `position` on."""
-        joining = joining_of(self.dir, self.identity.island)
-        if joining is not None:
-            return Shard.backwards(blocks, self.config.seed, joining.data_from, position)
-        count = len(self.config.islands) - len(joinings(self.dir))
-        return Shard(blocks, self.config.seed, self.identity.index, count, position)
-
     def load_model(self) -> PreTrainedModel:
         """The model with the run's initial weights; on rank 0 UserError unless their hash is the manifest's."""
         if self.rank == 0 and weights_hash(self.dir.model_config) != self.weights_sha256:
@@ -71,8 +62,8 @@ def restore(engine: Engine, lead: Lead | None, checkpoints: IslandCheckpoints) -
     """Go on from the newest own checkpoint, else from the initial weights; says which, and why. All ranks
     together.
 
-    Newer global fragments come with the first boundary. Data and learning rate go on where an earlier
-    incarnation last reported to be, even if its checkpoint is older.
+    Newer global fragments come with the first boundary. The learning rate goes on where an earlier incarnation last
+    reported to be, even if its checkpoint is older. Data is leased anew.
     """
     if lead is not None:
         lead.begin_from_initial_weights()
