@@ -187,7 +187,7 @@ def test_restored_it_goes_on_and_reopened_it_leases_everything_anew():
     assert hear(again, "a", at=(1, 10)) == []
     anew = Ledger(2, 3, 50)
     anew.restore(state, cursors)
-    anew.reopen()
+    anew.reopen(2)
     assert anew.accounts() == Accounts(50, 1, merged=6, leased=0, free=44, trained_twice=2, reserve=0, lost=0)
     grants = hear(anew, "a", at=(1, 12))
     assert [(g.lease, g.start) for g in grants] == [
