@@ -2,7 +2,7 @@
 
 `config.yaml` stays as it was. What changes lies beside it, one file for each fact, made whole or not at all:
 
-    islands/NAME.yaml    NAME joins: its settings, and where it begins to read the data
+    islands/NAME.yaml    NAME joins: its settings
     islands/NAME.leave   NAME shall drain and leave (`diloco-ds leave`)
     islands/NAME.left    NAME has left: its last update is merged (written by the syncer)
 
@@ -28,9 +28,6 @@ class Joining(Block):
 
     island: Island
     number: int = Field(ge=0, description="How many joined before it.")
-    data_from: int = Field(
-        ge=0, description="Position in the run's block order from which it reads backwards (data/shard.py)."
-    )
 
 
 def run_config(run: RunDir, more_changes: Sequence[str] = ()) -> RunConfig:
@@ -47,11 +44,6 @@ def joinings(run: RunDir) -> list[Joining]:
     """The islands that have joined, first come first."""
     found = [Joining.model_validate(yaml.safe_load(path.read_text())) for path in run.islands.glob("*.yaml")]
     return sorted(found, key=lambda joining: joining.number)
-
-
-def joining_of(run: RunDir, island: str) -> Joining | None:
-    """How `island` joined, None for an island of the run's own configuration."""
-    return next((joining for joining in joinings(run) if joining.island.name == island), None)
 
 
 def leaving(run: RunDir) -> set[str]:
@@ -80,25 +72,3 @@ def ask_to_leave(run: RunDir, island: str) -> None:
 def note_left(run: RunDir, island: str) -> None:
     """The island belongs to the run no longer. OSError if that cannot be written."""
     write_atomically(run.islands / f"{island}.left", "")
-
-
-def data_start(blocks: int, front: int, number: int) -> int:
-    """The position from which island `number` of those that join reads the block order backwards.
-
-    The islands of the configuration read it forwards and have reached `front`. Those that join share what is
-    left of the epoch (of the next one too, if less than half is left): the first begins at its end, each other
-    one halfway between two that are there. So nobody reads a position before it meets another reader.
-    """
-    end = (front // blocks + 1) * blocks
-    if end - front < blocks / 2:
-        end += blocks
-    return front + max(1, round(_share(number) * (end - front))) - 1
-
-
-def _share(number: int) -> float:
-    """1, 1/2, 1/4, 3/4, 1/8, 5/8, ...: each in the middle of a largest gap (van der Corput)."""
-    share, step = (0.0, 0.5) if number else (1.0, 0.0)
-    while number:
-        number, bit = divmod(number, 2)
-        share, step = share + bit * step, step / 2
-    return share

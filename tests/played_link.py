@@ -21,7 +21,7 @@ IDENTITY = LinkIdentity("run", "layout", "a", NUMELS)
 def report(step, run_id="run", layout="layout", island="a"):
     zeros = (0,) * len(NUMELS)
     content = Report(island, 1, "running", step, 0, 0.1, zeros, zeros, zeros)
-    return ReportRecord(run_id, layout, content, 1.0, 1.0, 0, 0).pack()
+    return ReportRecord(run_id, layout, content, 1.0, 1.0, 0).pack()
 
 
 def orders(step, run_id="run", generation=1):
@@ -39,7 +39,8 @@ def update_header(fragment, version, run_id="run", island="a", numel=None):
         steps=1,
         tokens=1,
         update_id=version,
-        data_cursor=0,
+        lease=0,
+        cursor=0,
         numel=NUMELS[fragment] if numel is None else numel,
     ).pack()
 

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from diloco_ds.config import RunConfig
 from diloco_ds.core.events import Report
 from diloco_ds.core.fragments import FragmentLayout, TensorSpec, balance
+from diloco_ds.core.reading import Reading
 from diloco_ds.core.returning import VERSION_GAP
 from diloco_ds.core.tape import Entry, Header, decode_all
 from diloco_ds.exchange import failpoint
@@ -30,6 +31,7 @@ from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.exchange.merging import Merger
 from diloco_ds.exchange.syncer_process import main
 from diloco_ds.exchange.wire import OrdersRecord, ReportRecord, UpdateHeader
+from diloco_ds.observe.manifest import FORMAT
 from diloco_ds.observe.metrics import read_metrics
 from diloco_ds.rundir import RunDir, SharedMemory, write_json
 from diloco_ds.tensor_file import file_sha256
@@ -42,6 +44,9 @@ SPECS = (
 )
 STEPS, TOKENS = 2, 64
 """What every answer of a played learner says it is worth."""
+STEP_BLOCKS = 2
+"""Blocks a played learner trains on in a step."""
+EPOCH_BLOCKS = 1000
 
 
 class SyncerRun:
@@ -134,6 +139,9 @@ class PlayedLearner:
         self.clock = 0
         self.phase = "running"
         self.next_id = incarnation * 1_000_000
+        self.reading = Reading(incarnation, "ab".index(name), STEP_BLOCKS)
+        self.read: list[tuple[int, int]] = []
+        """Every piece of the block order it has trained on."""
 
     @property
     def orders(self):
@@ -148,6 +156,9 @@ class PlayedLearner:
         self.clock += 1
         orders = self.orders
         self.adopt()
+        if orders is not None and self.reading.has_lease(orders):
+            self.read += self.reading.plan_batch(orders)
+            self.reading.trained()
         if orders is not None:
             for fragment, round_ in enumerate(orders.want):
                 asked = round_ > self.answered[fragment] and self.base[fragment] >= 0
@@ -184,7 +195,8 @@ class PlayedLearner:
             "steps": STEPS,
             "tokens": TOKENS,
             "update_id": self.next_id,
-            "data_cursor": 0,
+            "lease": self.reading.position[0],
+            "cursor": self.reading.position[1],
             "numel": self.run.layout.numel(fragment),
         }
         self.put(fragment, values, UpdateHeader(**(header | changes)).pack())
@@ -212,6 +224,10 @@ class PlayedLearner:
             "c_steps": [STEPS] * count,
             "c_tokens": [TOKENS] * count,
             "base": list(self.base),
+            "lease": self.reading.position[0],
+            "cursor": self.reading.position[1],
+            "reserve": self.reading.reserve,
+            "step_blocks": STEP_BLOCKS,
         }
         self.mailbox.report.write(self.record(Report(**(fields | changes))).pack())
 
@@ -223,7 +239,6 @@ class PlayedLearner:
             "report": report,
             "loss": 2.5,
             "tokens_per_s": 1000.0,
-            "data_cursor": 0,
             "lr_tokens": 0,
         }
         return ReportRecord(**(fields | changes))
@@ -290,7 +305,10 @@ def _write_run(run: RunDir, run_id: str, config: RunConfig, layout: FragmentLayo
         "layout_digest": layout.digest,
         "initial_weights_sha256": file_sha256(run.initial_weights),
     }
-    write_json(run.manifest, {"run_id": run_id, "model": model})
+    write_json(
+        run.manifest,
+        {"run_id": run_id, "format": FORMAT, "model": model, "data": {"train_blocks": EPOCH_BLOCKS}},
+    )
     run.log("syncer").parent.mkdir()
     run.log("syncer").touch()
 

@@ -78,5 +78,5 @@ def test_changes_are_kept_beside_the_configuration_and_the_later_one_wins(run):
 
 def test_an_island_that_joined_can_be_changed_too(run):
     island = membership.run_config(run).island("a").model_copy(update={"name": "c"})
-    membership.add(run, membership.Joining(island=island, number=0, data_from=7))
+    membership.add(run, membership.Joining(island=island, number=0))
     assert after(run, "islands.c.ranks=2") == {"islands.c.ranks": (1, 2)}

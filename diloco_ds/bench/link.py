@@ -112,7 +112,8 @@ class _LiveLink:
             steps=1,
             tokens=1,
             update_id=version,
-            data_cursor=0,
+            lease=0,
+            cursor=0,
             numel=self._numels[fragment],
         ).pack()
 

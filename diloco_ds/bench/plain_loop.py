@@ -9,6 +9,7 @@ masters beside the weights, as DeepSpeed does. It runs until it is killed, and w
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -22,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco_ds import config
 from diloco_ds.bench.plain_settings import PlainSettings
 from diloco_ds.data.prepared import Prepared
-from diloco_ds.data.shard import Shard
+from diloco_ds.data.shard import BlockOrder
 from diloco_ds.errors import UserError
-from diloco_ds.island.batches import Batches
+from diloco_ds.island.batches import AHEAD, Batches
 from diloco_ds.island.step_log import StepLog
 from diloco_ds.island.timing import StepTimer
 from diloco_ds.membership import run_config
@@ -100,17 +101,23 @@ def train(run: RunDir, name: str) -> None:
     trainer = PlainTrainer(_model(run, whole.trainer), settings, device, compiled=whole.trainer.compile)
     data = Prepared.from_dict(manifest["data"])
     blocks = data.open_train()
-    index = [island.name for island in whole.islands].index(name)
-    shard = Shard(len(blocks), whole.seed, index, len(whole.islands))
     sequences = settings.micro_batch * settings.grad_accumulation
-    batches = Batches(blocks, shard, rank, ranks, sequences, device.type == "cuda")
+    order = BlockOrder(len(blocks), whole.seed)
+    batches = Batches(blocks, order, rank, ranks, sequences, device.type == "cuda")
+    islands = [island.name for island in whole.islands]
+    turns = itertools.count(
+        islands.index(name), len(islands)
+    )  # side by side, each its own batches of the order
+    for _ in range(AHEAD):
+        batches.read([(next(turns) * ranks * sequences, ranks * sequences)])
     log = StepLog(run.metrics, name, 1) if rank == 0 else None
     step_tokens, number, ended = ranks * sequences * data.sequence_length, 0, time.perf_counter()
     while True:
         began = time.perf_counter()
+        batches.read([(next(turns) * ranks * sequences, ranks * sequences)])
         batch = batches.next()
         waited = time.perf_counter() - began
-        trainer.step(batch.rows)
+        trainer.step(batch)
         number += 1
         before, ended = ended, time.perf_counter()
         results = trainer.timer.finished()

@@ -104,13 +104,13 @@ def _resume(arguments: argparse.Namespace, stops: Stops, console: Console) -> in
     from diloco_ds.conductor.preflight import check_checkpoints, check_host
     from diloco_ds.conductor.summary import shown
     from diloco_ds.membership import run_config
-    from diloco_ds.observe.manifest import read_manifest
+    from diloco_ds.observe.manifest import manifest_to_go_on
     from diloco_ds.observe.status_files import StatusFile, read_status_file
     from diloco_ds.rundir import RunDir
 
     settings = _settings_beside_resume(arguments)
     run = RunDir(arguments.resume.resolve())
-    read_manifest(run.root)
+    manifest_to_go_on(run.root)
     config = run_config(run, settings)
     before = read_status_file(run, "conductor", StatusFile)
     if before is not None and before.state == "finished" and not before.alive:

@@ -20,7 +20,7 @@ from diloco_ds.config import Island, RunConfig
 from diloco_ds.config_file import settings_tree
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.failpoint import failpoint
-from diloco_ds.observe.manifest import read_manifest
+from diloco_ds.observe.manifest import manifest_to_go_on
 from diloco_ds.observe.status import Status, read_status
 from diloco_ds.rundir import RunDir, SharedMemory
 
@@ -48,10 +48,7 @@ def join(run: RunDir, settings: Sequence[str]) -> None:
     config = config.model_copy(update={"islands": [*config.islands, island]})
     preflight.check_joining(run, config, island.name)
     number = len(membership.joinings(run))
-    data = read_manifest(run.root)["data"]
-    front = _front(run, status, data["sequence_length"])
-    start = membership.data_start(data["train_blocks"], front, number)
-    membership.add(run, membership.Joining(island=island, number=number, data_from=start))
+    membership.add(run, membership.Joining(island=island, number=number))
 
 
 def leave(run: RunDir, island: str) -> None:
@@ -110,6 +107,7 @@ class Members:
 
 
 def _live(run: RunDir) -> Status:
+    manifest_to_go_on(run.root)
     status = read_status(run.root)
     if status.state not in ("preparing", "running"):
         raise UserError(f"{run.root}: the run is {status.state}; islands join and leave a live run")
@@ -135,13 +133,6 @@ def _check_name(run: RunDir, config: RunConfig, name: str) -> None:
     if name in [island.name for island in config.islands]:
         was = "has left" if name in membership.left(run) else "is there"
         raise UserError(f"{run.root}: an island {name} {was} already; choose another name")
-
-
-def _front(run: RunDir, status: Status, sequence_length: int) -> int:
-    """The position in the block order that the islands of the configuration have reached, reading side by side."""
-    joined = {joining.island.name for joining in membership.joinings(run)}
-    own = [island for island in status.islands if island.name not in joined]
-    return len(own) * max(-(-(island.tokens or 0) // sequence_length) for island in own)
 
 
 def _remove_mailboxes(run: RunDir, island: str) -> None:

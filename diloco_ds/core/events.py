@@ -38,6 +38,10 @@ class Report:
     c_steps: Sequence[int]  # per fragment: inner steps since its base was adopted
     c_tokens: Sequence[int]  # per fragment: tokens since then
     base: Sequence[int]  # per fragment: adopted version, -1 = holds no global version
+    lease: int = 0  # number of the lease it has read from last, 0 = none yet (core/ledger.py)
+    cursor: int = 0  # blocks of it that were trained on
+    reserve: int = 0  # blocks that this incarnation trained on without a lease
+    step_blocks: int = 0  # blocks of one step, 0 = not known yet, or a run without data
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Answer:
     steps: int  # c_steps at the snapshot
     tokens: int  # c_tokens at the snapshot
     update_id: int  # unique per run; a retry carries the same one
+    lease: int = 0  # at the snapshot, as in Report: all before it was trained on
+    cursor: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +135,8 @@ class Part:
     tokens: int
     weight: float  # normalised over the merge
     late: bool  # kept from an earlier round (late = merge_next)
+    lease: int = 0  # as in Answer
+    cursor: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +202,30 @@ class Phase:
     reason: str
 
 
-Action = Want | Merge | Keep | Drop | Skip | Membership | Phase
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Blocks start .. start + size - 1 of the block order are leased to `island`; its orders say so."""
+
+    island: str
+    lease: int
+    start: int
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """What is not merged of a lease goes back, to be leased again; `trained` of these blocks were trained on."""
+
+    island: str
+    lease: int
+    start: int
+    size: int
+    trained: int
+    reason: str
+
+
+Action = Want | Merge | Keep | Drop | Skip | Membership | Phase | Grant | GiveBack
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,3 +238,5 @@ class Orders:
     global_step: int  # t of the newest opened round
     global_tokens: int  # merged + in hand, never falls: where the inner learning rate's schedule stands
     want: tuple[int, ...]  # per fragment: the round an answer is wanted for, 0 = none yet
+    reader: int = 0  # incarnation that may read `leases`
+    leases: tuple[int, ...] = ()  # number, start and size of each lease not read to its end (core/lease.py)

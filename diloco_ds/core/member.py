@@ -21,6 +21,7 @@ class Member:
     alive: bool = False
     leaving: bool = False
     last_heard: float = float("-inf")  # driver's clock, seconds
+    silent: bool = True  # past its lease since then
     step: int = 0  # step clock as reported
     shift: int = 0  # steps of lead that do not count (see `reached`)
     tokens: int = 0
@@ -48,6 +49,7 @@ class Member:
             self.shift = 0
         self.phase = report.phase
         self.last_heard = now
+        self.silent = False
         self.step, self.tokens, self.step_time = report.step, report.tokens, report.step_time
         self.c_steps, self.c_tokens, self.base = (
             tuple(report.c_steps),

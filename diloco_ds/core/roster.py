@@ -58,17 +58,24 @@ class Roster:
         """How many islands are alive, stay, and have reached global step `step`."""
         return sum(m.alive and not m.leaving and m.reached >= step for m in self._members.values())
 
-    def expire(self, now: float, actions: list[Action]) -> None:
-        """Islands silent past their lease are away: absent, not an error."""
+    def expire(self, now: float, actions: list[Action]) -> list[Member]:
+        """Islands silent past their lease are away: absent, not an error. Returns those that have become so just now."""
         if now < self.next_expiry:
-            return
+            return []
         self.next_expiry = float("inf")
+        expired = []
         for member in self._members.values():
             end = member.last_heard + member.lease(self.lease)
-            if member.alive and now >= end:
-                _set_alive(member, False, f"silent for {now - member.last_heard:.1f} s", actions)
-            elif member.alive:
+            if member.silent:
+                continue
+            if now < end:
                 self.next_expiry = min(self.next_expiry, end)
+                continue
+            member.silent = True
+            expired.append(member)
+            if member.alive:
+                _set_alive(member, False, f"silent for {now - member.last_heard:.1f} s", actions)
+        return expired
 
     def account(self, fragment: int, asked: Iterable[str], parts: Sequence[Part]) -> None:
         """A merge of `fragment` has taken `parts`: tokens and newest merged base of each, and who was asked in vain."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from diloco_ds.core.events import Answer
+from diloco_ds.core.events import Action, Answer, Drop, Keep
 from diloco_ds.core.member import Member
 from diloco_ds.core.round import FragmentState, Round
 
@@ -44,6 +44,24 @@ class Rounds:
     def kept(self, fragment: int) -> dict[str, Answer]:
         """Late answers of the fragment by island."""
         return self.fragments[fragment].kept
+
+    def keep(self, answer: Answer, actions: list[Action]) -> None:
+        """Keep it for the fragment's next merge: one of each island, the newest."""
+        self.forget_kept(answer, actions, bases=range(answer.base + 1))
+        self.kept(answer.fragment)[answer.island] = answer
+        reason = (
+            f"asked for round {answer.round}: kept, on version {answer.base}, for the fragment's next merge"
+        )
+        actions.append(Keep(answer.island, answer.fragment, answer.update_id, answer.base, reason))
+
+    def forget_kept(self, answer: Answer, actions: list[Action], bases: Collection[int]) -> None:
+        """A newer answer takes the place of one kept on one of `bases`: on the same base both tell of the same steps."""
+        kept = self.kept(answer.fragment)
+        older = kept.get(answer.island)
+        if older is not None and older.base in bases and older.update_id != answer.update_id:
+            del kept[answer.island]
+            reason = f"kept on version {older.base}; a newer answer on version {answer.base} takes its place"
+            actions.append(Drop(answer.island, answer.fragment, older.update_id, reason))
 
     def hold_work_of(self, island: str) -> bool:
         """Whether anything of the island waits to be merged."""

@@ -6,8 +6,6 @@ replay of a tape. How a round works where the paper is silent: docs/architecture
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from diloco_ds.config import Exchange
 from diloco_ds.core.admission import refusal
 from diloco_ds.core.events import (
@@ -17,7 +15,6 @@ from diloco_ds.core.events import (
     Drop,
     Event,
     Joined,
-    Keep,
     Leave,
     Left,
     Merge,
@@ -35,6 +32,7 @@ from diloco_ds.core.events import (
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.core.grace import MovingAverage, grace_window
 from diloco_ds.core.leaving import ask_to_leave, give_up, remove_left
+from diloco_ds.core.ledger import Ledger
 from diloco_ds.core.member import STEPS_OF_SILENCE, Member
 from diloco_ds.core.roster import Roster
 from diloco_ds.core.round import Round
@@ -44,19 +42,23 @@ from diloco_ds.core.weights import learner_weight, normalised
 
 
 class Syncer:
-    """Quorum, grace, weights, pace, admission and membership of one run.
+    """Quorum, grace, weights, pace, admission, membership and the ledger of one run.
 
     layout gives P, H and the rotation; `budget` is in merged tokens; `lease` is the least number of seconds of
-    silence after which an island counts as away.
+    silence after which an island counts as away; `epoch_blocks` is the number of blocks of data, 0 for a run without.
     """
 
-    def __init__(self, layout: FragmentLayout, exchange: Exchange, *, budget: int, lease: float) -> None:
+    def __init__(
+        self, layout: FragmentLayout, exchange: Exchange, *, budget: int, lease: float, epoch_blocks: int = 0
+    ) -> None:
         self._layout = layout
         self._exchange = exchange
         self._budget = budget
         self._in_flight = max(1, exchange.overlap)
         self._roster = Roster(layout.fragments, lease)
         self._rounds = Rounds(layout.fragments, exchange.quorum)
+        self.ledger = Ledger(layout.fragments, layout.period, epoch_blocks)
+        """Who reads which blocks."""
         self._sync_time = MovingAverage(exchange.grace.smoothing)
         self._phase: RunPhase = "run"
         self._global_step = 0
@@ -76,6 +78,7 @@ class Syncer:
                 self._receive(event, now, actions)
             case Merged():
                 self._sync_time.add(event.seconds)
+                self.ledger.merged(event.fragment, event.version)
             case Tick():
                 self._estimate_global_tokens()
             case Joined():
@@ -91,23 +94,28 @@ class Syncer:
             case Stop():
                 self._rounds.clear()
                 self._set_phase("stop", event.reason, actions)
-        self._roster.expire(now, actions)
+        for member in self._roster.expire(now, actions):
+            self.ledger.lose(member.name, f"{member.name} is silent")
         if self._phase == "run":
             self._run_rounds(now, actions)
         elif self._phase == "drain":
             self._finish_when_drained(now, actions)
         remove_left(self._roster, self._rounds, now, actions)
+        self.ledger.settle(actions, self._roster, over=self._phase == "finished")
         self._settled = now
         return actions
 
     def orders(self, island: str) -> Orders:
         """What `island` needs to know now. KeyError if it does not belong to the run."""
         member = self._roster[island]
+        reader, leases = self.ledger.leases(island)
         return Orders(
             phase="drain" if member.leaving and self._phase == "run" else self._phase,
             global_step=self._global_step,
             global_tokens=self._global_tokens,
             want=tuple(member.want),
+            reader=reader,
+            leases=leases,
         )
 
     def has(self, island: str) -> bool:
@@ -233,11 +241,11 @@ class Syncer:
             actions.append(Drop(answer.island, answer.fragment, answer.update_id, reason))
             return
         self._roster[answer.island].last_heard = now
-        self._forget_kept(answer, actions, bases=(answer.base,))
+        self._rounds.forget_kept(answer, actions, bases=(answer.base,))
         if round_ is not None and answer.base == version:
             round_.answers[answer.island] = answer
         else:
-            self._keep(answer, actions)
+            self._rounds.keep(answer, actions)
         if round_ is not None:
             self._note_quorum(round_, answer.island, now)
 
@@ -245,24 +253,6 @@ class Syncer:
         """The last answers of an island that ends are kept whatever the setting."""
         ends = self._phase == "drain" or (member is not None and member.leaving)
         return ends or self._exchange.merge.late == "merge_next"
-
-    def _forget_kept(self, answer: Answer, actions: list[Action], bases: Collection[int]) -> None:
-        """A newer answer takes the place of one kept on one of `bases`: on the same base both tell of the same steps."""
-        kept = self._rounds.kept(answer.fragment)
-        older = kept.get(answer.island)
-        if older is not None and older.base in bases and older.update_id != answer.update_id:
-            del kept[answer.island]
-            reason = f"kept on version {older.base}; a newer answer on version {answer.base} takes its place"
-            actions.append(Drop(answer.island, answer.fragment, older.update_id, reason))
-
-    def _keep(self, answer: Answer, actions: list[Action]) -> None:
-        """Keep it for the fragment's next merge: one of each island, the newest."""
-        self._forget_kept(answer, actions, bases=range(answer.base + 1))
-        self._rounds.kept(answer.fragment)[answer.island] = answer
-        reason = (
-            f"asked for round {answer.round}: kept, on version {answer.base}, for the fragment's next merge"
-        )
-        actions.append(Keep(answer.island, answer.fragment, answer.update_id, answer.base, reason))
 
     def _note_quorum(self, round_: Round, island: str, now: float) -> None:
         """Count the island in; the K-th opens the grace window (Eq. 3)."""
@@ -303,7 +293,7 @@ class Syncer:
         """What was answered waits for the fragment's next merge."""
         for answer in round_.answers.values():
             if answer.island in self._roster:
-                self._keep(answer, actions)
+                self._rounds.keep(answer, actions)
         actions.append(Skip(round_.fragment, round_.step, reason))
 
     def _merge(self, round_: Round, reason: str, actions: list[Action]) -> None:
@@ -314,7 +304,7 @@ class Syncer:
         rule = self._exchange.merge.weights
         weights = normalised([learner_weight(a.steps, a.tokens, rule) for a, _ in chosen])
         parts = tuple(
-            Part(a.island, a.update_id, a.base, a.steps, a.tokens, weight, late)
+            Part(a.island, a.update_id, a.base, a.steps, a.tokens, weight, late, a.lease, a.cursor)
             for (a, late), weight in zip(chosen, weights, strict=True)
         )
         lr_tokens = self.merged_tokens
@@ -323,6 +313,7 @@ class Syncer:
         state.round = round_.step
         state.merged_tokens += sum(part.tokens for part in parts)
         self._roster.account(round_.fragment, round_.asked, parts)
+        self.ledger.merging(round_.fragment, state.version, parts)
         shares = ", ".join(f"{p.island} {p.weight:.2f}{' (late)' if p.late else ''}" for p in parts)
         reason = f"{reason}: {shares}"
         actions.append(Merge(round_.fragment, round_.step, state.version, parts, lr_tokens, reason))
@@ -366,6 +357,9 @@ class Syncer:
         member = self._roster.hear(report, now, self._most_reached(), actions)
         if member is None:
             return False
+        if report.step_blocks:
+            serve = self._phase == "run" and not member.leaving and report.phase in ("starting", "running")
+            self.ledger.hear(report, serve=serve, actions=actions)
         if self._phase == "run":
             for round_ in self._rounds:
                 self._ask(round_, member, actions)

@@ -1,8 +1,7 @@
-"""Which island reads which block when: one fixed global order, dealt out to the islands.
+"""In which order a run reads its blocks: one fixed global order, of which the ledger leases pieces (core/ledger.py).
 
 All blocks are visited in an order that looks random, once an epoch, in another order each epoch. The order is
 computed, not stored: `BlockOrder` is an infinite sequence of block ids that any process can enter anywhere.
-Islands share it out by position; here each takes every `count`-th one.
 """
 
 from __future__ import annotations
@@ -13,7 +12,10 @@ _ROUNDS = 4
 
 
 class BlockOrder:
-    """The infinite sequence of block ids of a run; an epoch of it holds each block once."""
+    """The infinite sequence of block ids of a run; an epoch of it holds each block once.
+
+    It has no beginning either: below position 0 lie the epochs -1, -2, ... (the reserve, core/reading.py).
+    """
 
     def __init__(self, blocks: int, seed: int) -> None:
         """`blocks`: how many there are, at least 1; `seed` chooses the order."""
@@ -27,7 +29,7 @@ class BlockOrder:
         self._keys: list[int] = []
 
     def __getitem__(self, position: int) -> int:
-        """The block at `position` (0, 1, 2, ... without end).
+        """The block at `position` (any integer).
 
         A Feistel network permutes the next larger power of four; what falls outside is permuted again until
         it falls inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
@@ -46,37 +48,6 @@ class BlockOrder:
         for key in self._keys:
             left, right = right, left ^ (_mix(right ^ key) & self._mask)
         return (left << self._half_bits) | right
-
-
-class Shard:
-    """One island's share of the block order, and how far it has read: `position` is all that need be saved.
-
-    Islands 0 .. count-1 with the same `blocks` and `seed` never take the same position of the order, and
-    together take all.
-    """
-
-    def __init__(self, blocks: int, seed: int, index: int, count: int, position: int = 0) -> None:
-        """Island `index` of `count`, which has taken `position` blocks before."""
-        if not 0 <= index < count:
-            raise ValueError(f"island {index} of {count}")
-        self.position = position
-        self._order = BlockOrder(blocks, seed)
-        self._first, self._stride = index, count
-
-    @classmethod
-    def backwards(cls, blocks: int, seed: int, start: int, position: int = 0) -> Shard:
-        """The share of an island that joined later: every position of the order from `start` down.
-
-        Disjoint from what others read until it meets one of them; below position 0 lie the epochs -1, -2, ...
-        """
-        shard = cls(blocks, seed, 0, 1, position)
-        shard._first, shard._stride = start, -1
-        return shard
-
-    def take(self, n: int) -> list[int]:
-        """The ids of the next `n` blocks."""
-        first, self.position = self.position, self.position + n
-        return [self._order[place * self._stride + self._first] for place in range(first, self.position)]
 
 
 def _round_keys(seed: int, epoch: int) -> list[int]:

@@ -134,9 +134,11 @@ class Intake:
                 f"update {header.update_id}: fragment {header.fragment} of {header.numel} values where fragment {fragment} "
                 f"has {numel}",
             )
-        if header.steps < 0 or header.tokens < 0:
+        if min(header.steps, header.tokens, header.lease, header.cursor) < 0:
             raise Refusal(
-                "malformed", f"update {header.update_id}: {header.steps} steps, {header.tokens} tokens"
+                "malformed",
+                f"update {header.update_id}: {header.steps} steps, {header.tokens} tokens, "
+                f"{header.cursor} blocks of lease {header.lease}",
             )
         return header
 

@@ -88,14 +88,17 @@ class Merger:
 
 def next_mark(mark: Mark, action: Merge, scalars: dict[str, float]) -> Mark:
     """The mark of a fragment after `action`, given the one before and the outer optimizer's new scalars."""
-    merged = dict(mark.merged)
+    merged, cursors = dict(mark.merged), dict(mark.cursors)
     for part in action.parts:
         merged[part.island] = max(part.base, merged.get(part.island, -1))
+        if part.lease:
+            cursors[part.island] = max((part.lease, part.cursor), cursors.get(part.island, (0, 0)))
     return Mark(
         version=action.version,
         round=action.round,
         merges=mark.merges + 1,
         tokens=mark.tokens + sum(part.tokens for part in action.parts),
         merged=merged,
+        cursors=cursors,
         scalars=scalars,
     )

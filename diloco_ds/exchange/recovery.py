@@ -31,7 +31,7 @@ class Recovery:
 
     def __init__(self, generation: int, ask: Ask) -> None:
         self.origins: list[Origin] = []
-        self._generation, self._ask = generation, ask
+        self.generation, self._ask = generation, ask
         self._saved_by = 0
         self._complete = True
         self._returned: Mapping[int, Returned] = {}
@@ -51,9 +51,7 @@ class Recovery:
         """
         fragment = len(self.origins)
         back = self._returned.get(fragment)
-        version = first_version(
-            mark.version, self._generation - self._saved_by, back.version if back else None
-        )
+        version = first_version(mark.version, self.generations, back.version if back else None)
         if back is None:
             self.origins.append(Origin(mark.version, mark.version))
             return replace(mark, version=version)
@@ -61,6 +59,11 @@ class Recovery:
         self.origins.append(Origin(back.version, mark.version, back.island))
         self._ahead[fragment] = back.merges - mark.merges
         return replace(mark, version=version, round=back.round, merges=back.merges, tokens=back.tokens)
+
+    @property
+    def generations(self) -> int:
+        """How many syncers ago what is on disk was written."""
+        return self.generation - self._saved_by
 
     @property
     def lost(self) -> str | None:

@@ -3,7 +3,7 @@
 One FragmentBox, ``store/theta``. The payload of fragment p is ``[Theta_p | buffer 1 | buffer 2 | ...]``,
 each numel(p) fp32 values: the weights and the outer optimizer's buffers, so that both are committed by one
 store of one word. The header is a ThetaHeader; its `extra` is the fragment's Mark. The folder appears
-whole, filled with version 0 or a checkpoint, or not at all.
+whole, filled with version 0 or a checkpoint, or not at all. Beside it lies ``ledger.json``, who reads which blocks.
 
 There is one writer, the syncer that holds the run's Tenure. Readers (links, checkpoints) copy and check;
 none can hold up a merge.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from diloco_ds.core.fragments import FragmentLayout
+from diloco_ds.core.lease import Position
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.fragment_box import FragmentBox
@@ -43,6 +44,7 @@ class Mark:
     tokens: int  # merged into this fragment so far
     merged: dict[str, int] = field(default_factory=dict)  # per island: the base of its last merged update
     scalars: dict[str, float] = field(default_factory=dict)  # of the outer optimizer, such as Adam's step
+    cursors: dict[str, Position] = field(default_factory=dict)  # per island: data its merged updates had read
 
     def to_json(self) -> dict[str, Any]:
         """As JSON takes it; `from_json` gives it back."""
@@ -51,7 +53,8 @@ class Mark:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Mark:
         """The mark that `to_json` wrote; TypeError for anything else."""
-        return cls(**value)
+        cursors = {island: (lease, cursor) for island, (lease, cursor) in value.get("cursors", {}).items()}
+        return cls(**{**value, "cursors": cursors})
 
 
 class Store:
@@ -93,10 +96,11 @@ class Store:
         partial.mkdir(mode=0o700)
         try:
             box = FragmentBox.create(partial / "theta", numels, _MARK_CAPACITY)
-            store = cls(folder, box, layout, buffers, run_id)
+            store = cls(partial, box, layout, buffers, run_id)
             fill(store)
             failpoint("store.filled")
             os.rename(partial, folder)
+            store.folder = folder
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -175,6 +179,16 @@ class Store:
         """Why a syncer before this one had begun to drain the run; None if none had."""
         path = self.folder / "drain"
         return path.read_text() if path.exists() else None
+
+    def remember_ledger(self, state: Mapping[str, Any]) -> None:
+        """The ledger as of now (core/ledger.py), beside the cursors in the marks."""
+        write_atomically(self.folder / "ledger.json", json.dumps(state))
+        failpoint("store.ledger")
+
+    def ledger(self) -> dict[str, Any]:
+        """What was remembered last; empty if nothing was leased yet."""
+        path = self.folder / "ledger.json"
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def _newest(self, fragment: int) -> torch.Tensor:
         payload = self._box.payload(fragment, self._box.version(fragment))

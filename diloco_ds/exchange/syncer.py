@@ -16,6 +16,8 @@ from diloco_ds.core.events import (
     Drain,
     Drop,
     Event,
+    GiveBack,
+    Grant,
     Joined,
     Keep,
     Membership,
@@ -206,12 +208,18 @@ class LiveSyncer:
             now = time.monotonic()
             actions = self._core.step(event, now)
             self._tape.append(now, event, actions)
+            if any(isinstance(action, Grant | GiveBack) for action in actions):
+                self._remember_ledger()  # an island that is told of a lease can rely on it
             self._write_orders()
             for action in actions:
                 if isinstance(action, Merge):
                     events.append(self._merge(action))
                 else:
                     self._carry_out(action, event)
+
+    def _remember_ledger(self) -> None:
+        self._tenure.check()
+        self._store.remember_ledger(self._core.ledger.state())
 
     def _carry_out(self, action: Action, event: Event) -> None:
         match action:
@@ -238,6 +246,9 @@ class LiveSyncer:
                     island=action.island,
                     alive=action.alive,
                 )
+            case GiveBack() if action.trained:
+                reason = f"{action.trained} blocks are to be trained on again: lease {action.lease}, {action.reason}"
+                self._account.tell("blocks_back", reason, island=action.island, blocks=action.trained)
             case Phase():
                 self._change_phase(action)
 
@@ -313,6 +324,7 @@ class LiveSyncer:
         if now >= self._next_status:
             self._next_status = now + _STATUS_EVERY_S
             self._look_at_members()
+            self._remember_ledger()
             self._write_status(self._state())
 
     def _look_at_members(self) -> None:
@@ -333,6 +345,7 @@ class LiveSyncer:
 
     def _end(self) -> bool:
         failpoint("syncer.ending")
+        self._remember_ledger()
         saved = self._saver.finish()
         state = "failed" if not saved else "finished" if self._core.phase == "finished" else "stopped"
         reason = self._stop_reason if saved else "the last checkpoint could not be written"
@@ -357,7 +370,8 @@ class LiveSyncer:
 
     def _write_status(self, state: str, reason: str | None = None) -> None:
         reports = {name: intake.report for name, intake in self._intakes.items()}
-        self._account.write_status(state, self._core.view(), reports, reason)
+        accounts = self._core.ledger.accounts()
+        self._account.write_status(state, self._core.view(), accounts, reports, reason)
 
     def _facts(self) -> Facts:
         return Facts(

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from diloco_ds.core.events import Merge
+from diloco_ds.core.ledger import Accounts
 from diloco_ds.core.view import IslandView, View
 from diloco_ds.exchange.recovery import Recovery
 from diloco_ds.exchange.wire import ReportRecord
@@ -92,7 +93,12 @@ class Account:
         )
 
     def write_status(
-        self, state: str, view: View, reports: dict[str, ReportRecord | None], reason: str | None = None
+        self,
+        state: str,
+        view: View,
+        accounts: Accounts,
+        reports: dict[str, ReportRecord | None],
+        reason: str | None = None,
     ) -> None:
         """Write status/syncer.json; a disk that does not take it is mentioned once."""
         status = {
@@ -109,6 +115,7 @@ class Account:
             "drops": self._drops.total(),
             "drops_by_reason": dict(self._drops),
             "lost": self._lost,
+            "ledger": asdict(accounts),
             "islands": {name: _island(island, reports.get(name)) for name, island in view.islands.items()},
         }
         try:

@@ -6,7 +6,7 @@ without ``outer.safetensors``.
     theta.safetensors   every travelling tensor under its own name, fp32
     outer.safetensors   the outer optimizer's buffers, ``FRAGMENT.BUFFER``, flat fp32 as long as the fragment
     state.json          marks of all fragments (version, round, tokens, what was merged), global step and
-                        tokens, hashes of the files
+                        tokens, the ledger, hashes of the files
 
 A directory is written under a hidden name and renamed when it is whole and on disk. Fragments are copied
 one after the other while merging goes on, each of them whole; their versions may therefore differ by the
@@ -28,12 +28,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from diloco_ds.core.fragments import FragmentLayout
+from diloco_ds.core.ledger import Ledger
 from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.recovery import Recovery
 from diloco_ds.exchange.store import Mark, Store, flatten
 from diloco_ds.tensor_file import TensorFileWriter, file_sha256
 
-FORMAT = 1
+FORMAT = 2
 
 
 class BadCheckpoint(Exception):
@@ -113,7 +114,8 @@ def remove_unfinished(directory: Path) -> None:
 def restore_checkpoint(path: Path, store: Store, recovery: Recovery) -> None:
     """Fill the empty `store` from the checkpoint at `path`, and with what islands give back.
 
-    Versions go on above every number that may have been used since: what islands hold from then is older.
+    Versions and numbers of leases go on above every one that may have been used since: what islands hold from then
+    is older. All blocks that were leased are free again.
     BadCheckpoint if it is damaged or of another run, layout or outer optimizer.
     """
     state = _verified_state(path, store)
@@ -127,11 +129,16 @@ def restore_checkpoint(path: Path, store: Store, recovery: Recovery) -> None:
             for name, buffer in buffers.items():
                 buffer.copy_(outer.get_tensor(f"{fragment}.{name}"))
             store.commit(fragment, recovery.go_on(mark, weights), state["generation"])
+    ledger = Ledger(store.layout.fragments, store.layout.period)
+    ledger.restore(state["ledger"], [mark.cursors for mark in marks])
+    ledger.reopen(recovery.generations)
+    store.remember_ledger(ledger.state())
 
 
 def _write_tensors(partial: Path, store: Store, with_outer: bool) -> dict[str, Any]:
     """Copy all fragments into the files; returns what state.json says of them."""
     layout = store.layout
+    ledger = store.ledger()  # before the marks: what it counts as merged is merged in them
     marks = []
     scratch = torch.empty(max(store.payload_numel(fragment) for fragment in range(layout.fragments)))
     with contextlib.ExitStack() as files:
@@ -146,7 +153,7 @@ def _write_tensors(partial: Path, store: Store, with_outer: bool) -> dict[str, A
             if outer is not None:
                 outer.write(payload[numel:])
         files_written = {file.path.name: file.close() for file in (theta, outer) if file is not None}
-    return {"fragments": marks, "files": files_written}
+    return {"fragments": marks, "ledger": ledger, "files": files_written}
 
 
 def _open_writer(

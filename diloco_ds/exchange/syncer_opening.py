@@ -5,7 +5,7 @@ weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from diloco_ds.config import RunConfig
 from diloco_ds.core.fragments import FragmentLayout
+from diloco_ds.core.ledger import Ledger
 from diloco_ds.core.returning import Origin
 from diloco_ds.core.syncer import Syncer
 from diloco_ds.errors import UserError
@@ -79,15 +80,21 @@ def open_store(
             f"{weights} is not the file whose hash is in the manifest: the initial weights were changed"
         )
     begins = not tells_of_a_merge(run.tape)
-    fill = partial(fill_with_initial, weights, recovery=None if begins else recovery)
+    fill = partial(
+        fill_with_initial, weights, recovery=None if begins else recovery, before=recovery.generation - 1
+    )
     store = Store.create(folder, layout, buffers, run_id, fill)
     return store, "the initial weights"
 
 
-def fill_with_initial(weights: Path, store: Store, recovery: Recovery | None) -> None:
+def fill_with_initial(weights: Path, store: Store, recovery: Recovery | None, before: int = 0) -> None:
     """Version 0 of every fragment from a safetensors file; the outer optimizer's buffers are zero. Not version 0, and
-    perhaps not these weights, if something was merged before: then with `recovery`.
+    perhaps not these weights, if something was merged before: then with `recovery`. No lease gets a number that one of
+    the `before` syncers before this one can have used.
     """
+    ledger = Ledger(store.layout.fragments, store.layout.period)
+    ledger.reopen(before)
+    store.remember_ledger(ledger.state())
     if recovery is not None:
         recovery.begin([0] * store.layout.fragments, saved_by=0, complete=False)
     try:
@@ -103,9 +110,18 @@ def fill_with_initial(weights: Path, store: Store, recovery: Recovery | None) ->
         raise UserError(f"{weights}: {error}") from error
 
 
-def restored_core(config: RunConfig, layout: FragmentLayout, marks: Sequence[Mark]) -> Syncer:
-    """The state machine of a run, going on from `marks`: what a generation starts from, live and in a replay."""
-    core = Syncer(layout, config.exchange, budget=config.budget.tokens, lease=config.syncer.lease_s)
+def restored_core(
+    config: RunConfig, layout: FragmentLayout, manifest: Mapping[str, Any], state: Mapping[str, Any]
+) -> Syncer:
+    """The state machine of a run, going on from `state` (`tape_state`): how a generation starts, live and in a replay."""
+    marks = marks_of(state)
+    core = Syncer(
+        layout,
+        config.exchange,
+        budget=config.budget.tokens,
+        lease=config.syncer.lease_s,
+        epoch_blocks=manifest["data"]["train_blocks"],
+    )
     for fragment, mark in enumerate(marks):
         core.restore(
             fragment,
@@ -114,15 +130,22 @@ def restored_core(config: RunConfig, layout: FragmentLayout, marks: Sequence[Mar
             merged_tokens=mark.tokens,
             merged_base=mark.merged,
         )
+    core.ledger.restore(state["ledger"], [mark.cursors for mark in marks])
     return core
 
 
-def tape_state(marks: Sequence[Mark], origins: Sequence[Origin]) -> dict[str, Any]:
+def tape_state(
+    marks: Sequence[Mark], ledger: Mapping[str, Any], origins: Sequence[Origin] = ()
+) -> dict[str, Any]:
     """What the tape's header says of the state a generation starts from; `marks_of` and `origins_of` read it."""
-    return {"marks": [mark.to_json() for mark in marks], "origins": [asdict(origin) for origin in origins]}
+    return {
+        "marks": [mark.to_json() for mark in marks],
+        "ledger": ledger,
+        "origins": [asdict(origin) for origin in origins],
+    }
 
 
-def marks_of(state: Any) -> list[Mark]:
+def marks_of(state: Mapping[str, Any]) -> list[Mark]:
     """The marks in a tape header's state."""
     return [Mark.from_json(dict(mark)) for mark in state["marks"]]
 

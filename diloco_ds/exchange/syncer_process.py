@@ -59,9 +59,8 @@ def serve(run: RunDir) -> bool:
         store, origin = open_store(run, manifest, layout, merger.buffers, recovery)
         log.info("generation %d starts from %s", tenure.generation, origin)
         marks = [store.mark(fragment) for fragment in range(layout.fragments)]
-        header = Header(
-            manifest["run_id"], layout.digest, tenure.generation, tape_state(marks, recovery.origins)
-        )
+        state = tape_state(marks, store.ledger(), recovery.origins)
+        header = Header(manifest["run_id"], layout.digest, tenure.generation, state)
         account = Account(run, tenure.generation, config.budget.tokens)
         account.tell_of_recovery(recovery)
         syncer = LiveSyncer(
@@ -71,7 +70,7 @@ def serve(run: RunDir) -> bool:
                 config=config,
                 layout=layout,
                 tenure=tenure,
-                core=restored_core(config, layout, marks),
+                core=restored_core(config, layout, manifest, state),
                 merger=merger,
                 store=store,
                 members=Members(run, lambda island: open_intake(island, manifest["run_id"], layout)),

@@ -22,7 +22,7 @@ from diloco_ds.core.events import Answer, Orders, Report
 
 _ENVELOPE = struct.Struct("<4sHHI")
 _MAGIC = b"DDSW"
-_FORMAT = 1
+_FORMAT = 2
 _CRC = struct.Struct("<I")
 _INT = struct.Struct("<q")
 _FLOAT = struct.Struct("<d")
@@ -92,7 +92,6 @@ class ReportRecord(Message):
     report: Report
     loss: float  # of the last inner step; nan before the first
     tokens_per_s: float
-    data_cursor: int  # where this island stands in its data
     lr_tokens: int  # global tokens at which the inner learning rate stands
 
     def check(self) -> None:
@@ -126,7 +125,8 @@ class UpdateHeader(Message):
     steps: int
     tokens: int
     update_id: int  # unique per run; a retry carries the same one
-    data_cursor: int
+    lease: int  # how far its island had read, as in Answer
+    cursor: int
     numel: int
 
     def to_answer(self) -> Answer:
@@ -140,6 +140,8 @@ class UpdateHeader(Message):
             steps=self.steps,
             tokens=self.tokens,
             update_id=self.update_id,
+            lease=self.lease,
+            cursor=self.cursor,
         )
 
 

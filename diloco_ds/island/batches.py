@@ -4,47 +4,45 @@ from __future__ import annotations
 
 import queue
 import threading
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from torch import Tensor
 
+from diloco_ds.core.reading import Piece
 from diloco_ds.data.blocks import BlockFile
-from diloco_ds.data.shard import Shard
+from diloco_ds.data.shard import BlockOrder
 
 AHEAD = 2
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One rank's share of the island's batch: int64 [sequences, length], and the shard's position behind the
-    batch.
-    """
-
-    rows: Tensor
-    position: int
+"""Batches that are read, or being read, while a step is made."""
 
 
 class Batches:
-    """Takes `ranks * sequences` blocks a step from `shard` and gives rank `rank` its `sequences` of them, in
-    order.
+    """Of every batch of the island rank `rank` of `ranks` gets `sequences` blocks: a share of its own, in order.
 
-    All ranks read the same shard, each only its own rows. What was read ahead is not counted as read: the
-    position to save is that of the last batch that was trained on.
+    A batch is read when `read` names its pieces of the block order; all ranks are given the same ones, so each knows
+    its rows and they never meet.
     """
 
     def __init__(
-        self, blocks: BlockFile, shard: Shard, rank: int, ranks: int, sequences: int, pinned: bool
+        self, blocks: BlockFile, order: BlockOrder, rank: int, ranks: int, sequences: int, pinned: bool
     ) -> None:
-        self._blocks, self._shard = blocks, shard
-        self._rank, self._ranks, self._sequences = rank, ranks, sequences
-        self._pinned = pinned
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(AHEAD)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="batches", daemon=True)
+        self._blocks, self._order = blocks, order
+        self._first, self._size = rank * sequences, ranks * sequences
+        self._sequences, self._pinned = sequences, pinned
+        self._asked: queue.SimpleQueue[Sequence[Piece] | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Tensor | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._thread.start()
 
-    def next(self) -> Batch:
-        """The next batch; waits only if reading is slower than training."""
+    def read(self, pieces: Sequence[Piece]) -> None:
+        """Read a further batch ahead: `pieces` of the block order, `ranks * sequences` blocks in all."""
+        self._asked.put(pieces)
+
+    def next(self) -> Tensor:
+        """This rank's share of the oldest batch, int64 [sequences, length].
+
+        Waits only if reading is slower than training. RuntimeError if the data cannot be read.
+        """
         batch = self._ready.get()
         if isinstance(batch, BaseException):
             raise RuntimeError("the training data cannot be read") from batch
@@ -52,21 +50,21 @@ class Batches:
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._ended.set()
-        while self._thread.is_alive():
-            while not self._ready.empty():
-                self._ready.get_nowait()
-            self._thread.join(0.01)
+        self._asked.put(None)
+        self._thread.join()
 
-    def _read(self) -> None:
-        try:
-            while not self._ended.is_set():
-                self._ready.put(self._batch())
-        except BaseException as error:  # handed to the loop by `next`
-            self._ready.put(error)
+    def _run(self) -> None:
+        while (pieces := self._asked.get()) is not None:
+            try:
+                self._ready.put(self._batch(pieces))
+            except BaseException as error:  # handed to the loop by `next`
+                self._ready.put(error)
 
-    def _batch(self) -> Batch:
-        indices = self._shard.take(self._ranks * self._sequences)
-        start = self._rank * self._sequences
-        rows = self._blocks.batch(indices[start : start + self._sequences])
-        return Batch(rows.pin_memory() if self._pinned else rows, self._shard.position)
+    def _batch(self, pieces: Sequence[Piece]) -> Tensor:
+        places = [place for start, blocks in pieces for place in range(start, start + blocks)]
+        if len(places) != self._size:
+            raise ValueError(f"pieces {pieces} for a batch of {self._size} blocks")
+        rows = self._blocks.batch(
+            [self._order[place] for place in places[self._first : self._first + self._sequences]]
+        )
+        return rows.pin_memory() if self._pinned else rows

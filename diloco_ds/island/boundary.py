@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from diloco_ds import config
+from diloco_ds.core.reading import PIECES, Piece
 from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.island.completion import Completion
@@ -23,6 +24,7 @@ from diloco_ds.island.timing import Laps
 from diloco_ds.island.transfer import Transfer
 
 _NONE = -1
+_PIECES_SIZE = 2 * PIECES
 
 
 class Then(IntEnum):
@@ -54,21 +56,24 @@ class Decision:
     lr_tokens: int  # where the learning rate of the next step stands
     adopt: dict[int, Adopt] = field(default_factory=dict)  # by fragment
     answer: tuple[int, ...] = ()  # fragments to write into the outbox; rank 0 has begun them
+    read: tuple[Piece, ...] = ()  # the batch to read ahead now (core/reading.py); none where no step follows
 
     def encode(self, fragments: int) -> list[int]:
-        """The decision as 4 + 3 * fragments integers."""
+        """The decision as `encoded_size(fragments)` integers."""
         per_fragment = [_NONE] * (3 * fragments)
         for fragment, adopt in self.adopt.items():
             snapshot = _NONE if adopt.snapshot is None else adopt.snapshot
             per_fragment[3 * fragment : 3 * fragment + 2] = [adopt.version, snapshot]
         for fragment in self.answer:
             per_fragment[3 * fragment + 2] = 1
-        return [self.then, self.save, self.step, self.lr_tokens, *per_fragment]
+        start = [self.then, self.save, self.step, self.lr_tokens]
+        return [*start, *encode_pieces(self.read), *per_fragment]
 
     @classmethod
     def decode(cls, values: Sequence[int]) -> Decision:
         """The decision that `encode` made `values` of."""
         then, save, step, lr_tokens, *rest = values
+        read, rest = decode_pieces(rest[:_PIECES_SIZE]), rest[_PIECES_SIZE:]
         fragments = range(len(rest) // 3)
         adopt = {
             fragment: Adopt(
@@ -78,7 +83,24 @@ class Decision:
             if rest[3 * fragment] != _NONE
         }
         answer = tuple(fragment for fragment in fragments if rest[3 * fragment + 2] == 1)
-        return cls(Then(then), bool(save), step, lr_tokens, adopt, answer)
+        return cls(Then(then), bool(save), step, lr_tokens, adopt, answer, read)
+
+
+def encoded_size(fragments: int) -> int:
+    """Integers of an encoded decision."""
+    return 4 + _PIECES_SIZE + 3 * fragments
+
+
+def encode_pieces(pieces: Sequence[Piece]) -> list[int]:
+    """The pieces of a batch as 2 * PIECES integers."""
+    values = [value for piece in pieces for value in piece]
+    return values + [0] * (_PIECES_SIZE - len(values))
+
+
+def decode_pieces(values: Sequence[int]) -> tuple[Piece, ...]:
+    """The pieces that `encode_pieces` made `values` of."""
+    pairs = zip(values[::2], values[1::2], strict=True)
+    return tuple((start, blocks) for start, blocks in pairs if blocks)
 
 
 class Ranks(Protocol):
@@ -124,7 +146,7 @@ class Boundary:
             assert decision is not None
             return decision
         fragments = len(self._outbox.numels)
-        self._ranks.broadcast_start(decision.encode(fragments) if decision else [0] * (4 + 3 * fragments))
+        self._ranks.broadcast_start(decision.encode(fragments) if decision else [0] * encoded_size(fragments))
         return Decision.decode(self._ranks.broadcast_wait())
 
     def carry_out(self, decision: Decision, finish: Callable[[], None] | None) -> None:

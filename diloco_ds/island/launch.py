@@ -1,10 +1,9 @@
-"""How an island's learner is launched: the command line of DeepSpeed's launcher and the environment of its ranks."""
+"""How an island's learner is launched: the `deepspeed` command line and the environment of its ranks."""
 
 from __future__ import annotations
 
-import base64
-import json
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -13,34 +12,28 @@ from pathlib import Path
 from diloco_ds.config import RunConfig
 from diloco_ds.errors import UserError
 
-LAUNCHER_MODULE = "deepspeed.launcher.launch"
 LEARNER_MODULE = "diloco_ds.island.learner"
 
 
 def launch_command(
     run_dir: Path, config: RunConfig, island: str, devices: list[int] | None, module: str = LEARNER_MODULE
 ) -> list[str]:
-    """The command that starts the island's ranks on this host: DeepSpeed's launcher. Each runs `module RUN_DIR ISLAND`.
-
-    It is the process that `deepspeed` itself would start for one host. Starting it here spares every start of a
-    learner a process that imports all of DeepSpeed (some 2 s of CPU time) only to compose this command line.
+    """The `deepspeed` command that starts the island's ranks on this host. Each runs `module RUN_DIR ISLAND`.
 
     `devices`: GPU indices, one per rank; None = no GPU here, DeepSpeed takes the CPU. A port is chosen where
     none is set.
     """
     settings = config.island(island)
-    slots = devices if devices is not None else list(range(settings.ranks))
+    where = ["--num_gpus", str(settings.ranks)]
+    if devices is not None:
+        where = ["--include", "localhost:" + ",".join(str(device) for device in devices)]
     return [
-        *(sys.executable, "-u", "-m", LAUNCHER_MODULE),
-        f"--world_info={_world_info({'localhost': slots})}",
+        _deepspeed(),
+        *where,
+        *("--hostfile", os.devnull),  # this host only, whatever lies at DeepSpeed's default place
         *("--master_addr", "127.0.0.1", "--master_port", str(settings.master_port or free_port())),
         *("--no_local_rank", "--module", module, str(run_dir), island),
     ]
-
-
-def _world_info(slots: dict[str, list[int]]) -> str:
-    """Devices by host, in the form that the launcher takes."""
-    return base64.urlsafe_b64encode(json.dumps(slots).encode()).decode()
 
 
 def rank_environment(config: RunConfig, island: str, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -88,6 +81,16 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _deepspeed() -> str:
+    beside = Path(sys.executable).with_name("deepspeed")
+    found = str(beside) if beside.exists() else shutil.which("deepspeed")
+    if found is None:
+        raise UserError(
+            f"no `deepspeed` launcher beside {sys.executable} or on PATH; bash launch/setup.sh installs it"
+        )
+    return found
 
 
 def _visible(listed: str | None, island: str) -> list[int]:

@@ -4,6 +4,7 @@ reports.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,14 @@ from typing import Any
 from diloco_ds.core.events import LearnerPhase, Orders, Report
 from diloco_ds.core.learner import Boundary as Plan
 from diloco_ds.core.learner import LearnerClock
+from diloco_ds.core.lease import Position
+from diloco_ds.core.reading import Piece, Reading
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.exchange.wire import OrdersRecord, ReportRecord, UpdateHeader
 from diloco_ds.island.boundary import Adopt, Decision, Then
+
+WAIT_S = 0.02
+"""Between two looks at the orders while there is nothing to train on yet."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,6 @@ class Identity:
 class Progress:
     """What a report says beside the clock; the training loop keeps it up to date."""
 
-    data_position: int = 0  # blocks of the island's shard that were trained on
     lr_tokens: int = 0  # where the learning rate's schedule stands; never falls
     step_time: float = 0.0  # seconds, moving average
     tokens_per_s: float = 0.0
@@ -53,6 +58,8 @@ class Lead:
         """Tokens the island trains on in one step."""
         self._identity, self._mailbox = identity, mailbox
         self._inbox, self._outbox = mailbox.inbox, mailbox.outbox
+        self.reading: Reading | None = None
+        """Which blocks the island reads; None until it is known how many a step takes."""
         self._answers = 0
         self._adopting: set[int] = set()  # fragments pinned in the inbox
         self._writing: set[int] = set()  # fragments begun in the outbox
@@ -80,13 +87,34 @@ class Lead:
         self.clock.holds([0] * len(self._outbox.numels))
 
     def continue_from_earlier_report(self) -> None:
-        """Take no block of data twice and never lower the learning rate's tokens, even where the checkpoint
-        is older than the last report.
-        """
+        """Never lower the learning rate's tokens, even where the checkpoint is older than the last report."""
         if self._earlier is not None:
-            progress, earlier = self.progress, self._earlier
-            progress.data_position = max(progress.data_position, earlier.data_cursor)
-            progress.lr_tokens = max(progress.lr_tokens, earlier.lr_tokens)
+            self.progress.lr_tokens = max(self.progress.lr_tokens, self._earlier.lr_tokens)
+
+    def begin_reading(self, step_blocks: int, sequence_length: int) -> None:
+        """A step takes `step_blocks` blocks; with the next report the syncer knows, and leases some."""
+        self.step_tokens = step_blocks * sequence_length
+        self.reading = Reading(self._identity.incarnation, self._identity.index, step_blocks)
+
+    def wait_for_lease(self, patience_s: float) -> None:
+        """Wait for the first lease. Not longer than `patience_s`: the island then begins in the reserve."""
+        assert self.reading is not None
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            orders = self._read_orders()
+            if orders.phase != "run" or self.reading.has_lease(orders):
+                return
+            time.sleep(WAIT_S)
+
+    def plan_batch(self) -> tuple[Piece, ...]:
+        """What the next batch that is not planned yet is made of."""
+        return self.reading.plan_batch(self._read_orders()) if self.reading is not None else ()
+
+    def stepped(self) -> None:
+        """All ranks have made a step, on the oldest batch that was planned."""
+        self.clock.stepped(self.step_tokens)
+        if self.reading is not None:
+            self.reading.trained()
 
     def decide(self, stop: bool, answer: bool) -> tuple[Decision, Callable[[], None]]:
         """The decision at this boundary, and what to call when it has been carried out by all ranks.
@@ -103,7 +131,10 @@ class Lead:
         own = self.clock.tokens + self.step_tokens
         self.progress.lr_tokens = max(self.progress.lr_tokens, own, orders.global_tokens)
         then = self._then(plan, stop, answered=len(headers) == len(plan.answer) or not answer)
-        decision = Decision(then, False, self.clock.step, self.progress.lr_tokens, adopt, tuple(headers))
+        read = self.plan_batch() if then is Then.STEP else ()
+        decision = Decision(
+            then, False, self.clock.step, self.progress.lr_tokens, adopt, tuple(headers), read
+        )
         return decision, lambda: self._finish(adopt, headers)
 
     def _read_orders(self) -> Orders:
@@ -122,6 +153,7 @@ class Lead:
         later one.
         """
         headers = {}
+        lease, cursor = self._position
         for fragment, round_ in plan.answer:
             if fragment in self._writing or self._outbox.begin(fragment) is None:
                 continue
@@ -138,7 +170,8 @@ class Lead:
                 steps=snapshot.steps,
                 tokens=snapshot.tokens,
                 update_id=self._identity.update_id(self._answers),
-                data_cursor=self.progress.data_position,
+                lease=lease,
+                cursor=cursor,
                 numel=self._outbox.numels[fragment],
             )
         return headers
@@ -181,13 +214,18 @@ class Lead:
             self._adopting.discard(fragment)
 
     @property
+    def _position(self) -> Position:
+        return self.reading.position if self.reading is not None else (0, 0)
+
+    @property
     def orders(self) -> Orders:
         """The orders of the last boundary."""
         return self._orders
 
     def report(self, phase: LearnerPhase) -> None:
         """Write the report register."""
-        clock, progress, identity = self.clock, self.progress, self._identity
+        clock, progress, identity, reading = self.clock, self.progress, self._identity, self.reading
+        lease, cursor = self._position
         report = Report(
             island=identity.island,
             incarnation=identity.incarnation,
@@ -198,6 +236,10 @@ class Lead:
             c_steps=clock.c_steps(),
             c_tokens=clock.c_tokens(),
             base=clock.base,
+            lease=lease,
+            cursor=cursor,
+            reserve=reading.reserve if reading else 0,
+            step_blocks=reading.step_blocks if reading else 0,
         )
         record = ReportRecord(
             run_id=identity.run_id,
@@ -205,7 +247,6 @@ class Lead:
             report=report,
             loss=progress.loss,
             tokens_per_s=progress.tokens_per_s,
-            data_cursor=progress.data_position,
             lr_tokens=progress.lr_tokens,
         )
         self._mailbox.report.write(record.pack())
@@ -214,7 +255,6 @@ class Lead:
         """What a checkpoint keeps of the exchange: JSON-able."""
         return {
             "clock": self.clock.state(),
-            "data_position": self.progress.data_position,
             "lr_tokens": self.progress.lr_tokens,
             "step_time": self.progress.step_time,
         }
@@ -222,6 +262,5 @@ class Lead:
     def restore(self, state: dict[str, Any]) -> None:
         """Take `state()` back."""
         self.clock.restore(state["clock"])
-        self.progress.data_position = int(state["data_position"])
         self.progress.lr_tokens = int(state["lr_tokens"])
         self.progress.step_time = float(state["step_time"])

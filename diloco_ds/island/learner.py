@@ -1,6 +1,6 @@
 """The learner: one rank of an island's DeepSpeed job. Its loop is a batch, a step, a boundary.
 
-    python -m deepspeed.launcher.launch --world_info=... --module diloco_ds.island.learner RUN_DIR ISLAND
+    deepspeed --num_gpus N --master_port P --module diloco_ds.island.learner RUN_DIR ISLAND
 
 Started and watched by the supervisor (island/supervisor.py). Exit code 0 after it drained or stopped as it
 was asked to, 2 where it cannot run as configured.
@@ -20,10 +20,11 @@ from pathlib import Path
 from diloco_ds.core.events import LearnerPhase
 from diloco_ds.core.learner import LearnerClock
 from diloco_ds.core.schedule import token_schedule
+from diloco_ds.data.shard import BlockOrder
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.failpoint import failpoint
-from diloco_ds.island.batches import Batches
-from diloco_ds.island.boundary import Boundary, Decision, Then
+from diloco_ds.island.batches import AHEAD, Batches
+from diloco_ds.island.boundary import Boundary, Decision, Then, decode_pieces, encode_pieces
 from diloco_ds.island.checkpoints import IslandCheckpoints
 from diloco_ds.island.completion import Completion, RankBoard
 from diloco_ds.island.engine import Engine
@@ -112,10 +113,10 @@ class Learner:
         data = time.perf_counter() - began
         factor = self._lr_factor(before.lr_tokens)
         self._engine.set_lr(factor)
-        self._engine.step(batch.rows)
+        self._engine.step(batch)
         results = self._engine.finished_steps()
         if self._zero is not None:
-            self._zero.stepped(batch.position, results)
+            self._zero.stepped(results)
         decision = self._cross()
         before_it, self._ended = self._ended, time.perf_counter()
         if self._zero is not None:
@@ -131,6 +132,8 @@ class Learner:
         decision, finish = self._zero.decide(self._stop.asked) if self._zero is not None else (None, None)
         self._laps.lap("decide")
         agreed = self._boundary.agree(decision)
+        if agreed.read:
+            self._batches.read(agreed.read)
         self._laps.lap("agree")
         self._boundary.carry_out(agreed, finish)
         return agreed
@@ -166,7 +169,8 @@ def learn(run: OpenRun, stop: Stop) -> None:
         failpoint("learner.starting")
         outcome = restore(engine, lead, run.checkpoints)
     zero = _rank_zero(run, engine, lead, log, outcome) if lead and log else None
-    batches = _open_batches(run, engine, lead)
+    with _spoken_for(lead, "starting"):
+        batches = _open_batches(run, engine, lead)
     completion = Completion(RankBoard(board), run.rank)
     Learner(run, engine, batches, completion, zero, stop).train()
     batches.close()
@@ -187,24 +191,28 @@ def _start_engine(run: OpenRun) -> Engine:
 
 def _rank_zero(run: OpenRun, engine: Engine, lead: Lead, log: StepLog, outcome: str) -> RankZero:
     config = run.config
-    sequences = engine.world_size * engine.micro_batch * engine.grad_accumulation
-    lead.step_tokens = sequences * run.data.sequence_length
+    step_blocks = engine.world_size * engine.micro_batch * engine.grad_accumulation
+    lead.begin_reading(step_blocks, run.data.sequence_length)
     log.event("started", outcome, ranks=engine.world_size, step_tokens=lead.step_tokens)
     saver = Saver(run.checkpoints, config.trainer.checkpoint_every_s, sum(run.layout.numels), log)
     return RankZero(lead, log, saver, config.exchange.grace.smoothing)
 
 
 def _open_batches(run: OpenRun, engine: Engine, lead: Lead | None) -> Batches:
-    """Every rank reads from the island's position, which rank 0 knows."""
-    engine.broadcast_start([lead.progress.data_position if lead else 0])
-    (position,) = engine.broadcast_wait()
+    """All ranks begin to read the first batches; every boundary names a further one."""
     blocks = run.data.open_train()
-    shard = run.shard(len(blocks), position)
+    order = BlockOrder(len(blocks), run.config.seed)
     sequences = engine.micro_batch * engine.grad_accumulation
     pinned = engine.device.type == "cuda"
     least_step_s = run.config.trainer.least_step_s
     make = partial(PacedBatches, least_step_s) if least_step_s else Batches
-    return make(blocks, shard, engine.rank, engine.world_size, sequences, pinned)
+    batches = make(blocks, order, engine.rank, engine.world_size, sequences, pinned)
+    if lead is not None:
+        lead.wait_for_lease(run.config.syncer.lease_s)
+    for _ in range(AHEAD):
+        engine.broadcast_start(encode_pieces(lead.plan_batch() if lead else ()))
+        batches.read(decode_pieces(engine.broadcast_wait()))
+    return batches
 
 
 def _learning_rate(run: OpenRun) -> tuple[float, Callable[[int], float]]:

@@ -63,7 +63,7 @@ class LearnerProcesses:
 
     @property
     def launcher(self) -> int | None:
-        """Process id of DeepSpeed's launcher, None if it is gone."""
+        """Process id of the `deepspeed` launcher, None if it is gone."""
         if self._popen is not None:
             return self._popen.pid if self._popen.returncode is None else None
         return next((process.pid for process in self.members() if "RANK" not in _environment(process)), None)

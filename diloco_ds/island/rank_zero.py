@@ -56,13 +56,12 @@ class RankZero:
             return self.saver.due()
         return then is not Then.WAIT and self.saver.has_room()
 
-    def stepped(self, position: int, results: Sequence[StepResult]) -> None:
-        """A step was made; its data ended at `position`. `results` are those that the device has given since."""
+    def stepped(self, results: Sequence[StepResult]) -> None:
+        """A step was made. `results` are those that the device has given since."""
         self._steps += 1
         self._unsaved = True
-        self.lead.clock.stepped(self._step_tokens)
+        self.lead.stepped()
         self._step_clock = self.lead.clock.step
-        self.lead.progress.data_position = position
         for result in results:
             self._look_at(result.loss)
 
@@ -99,7 +98,6 @@ class RankZero:
         facts = {
             "step": clock.step,
             "tokens": clock.tokens,
-            "data_position": progress.data_position,
             "lr_tokens": progress.lr_tokens,
             "time": time.time(),
         }

@@ -9,14 +9,13 @@ from pathlib import Path
 
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.data.prepared import Prepared
-from diloco_ds.data.shard import Shard
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.island.checkpoints import IslandCheckpoints
 from diloco_ds.island.engine import Engine, Loaded
 from diloco_ds.island.lead import Identity, Lead
 from diloco_ds.island.learner_processes import MARK
-from diloco_ds.membership import joining_of, joinings, run_config
+from diloco_ds.membership import run_config
 from diloco_ds.model.initial import weights_hash
 from diloco_ds.observe.manifest import read_manifest
 from diloco_ds.rundir import RunDir, SharedMemory
@@ -48,14 +47,6 @@ class OpenRun:
         )
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    def shard(self, blocks: int, position: int) -> Shard:
-        """The island's share of the data, from `position` on."""
-        joining = joining_of(self.dir, self.identity.island)
-        if joining is not None:
-            return Shard.backwards(blocks, self.config.seed, joining.data_from, position)
-        count = len(self.config.islands) - len(joinings(self.dir))
-        return Shard(blocks, self.config.seed, self.identity.index, count, position)
-
     def initial_weights(self) -> Path:
         """Where the run's initial weights are; on rank 0 UserError unless their hash is the manifest's."""
         if self.rank == 0 and weights_hash(self.dir.model_config) != self.weights_sha256:
@@ -69,8 +60,8 @@ def restore(engine: Engine, lead: Lead | None, checkpoints: IslandCheckpoints) -
     """Go on from the newest own checkpoint, else from the initial weights; says which, and why. All ranks
     together.
 
-    Newer global fragments come with the first boundary. Data and learning rate go on where an earlier
-    incarnation last reported to be, even if its checkpoint is older.
+    Newer global fragments come with the first boundary. The learning rate goes on where an earlier incarnation last
+    reported to be, even if its checkpoint is older. Data is leased anew.
     """
     if lead is not None:
         lead.begin_from_initial_weights()

@@ -28,6 +28,10 @@ PACKAGES = (
 """Distributions whose versions are recorded; one that is not installed is recorded as null."""
 
 
+FORMAT = 2
+"""Of a run directory and its shared memory. 1: without a ledger of the data."""
+
+
 def new_run_id() -> str:
     """A short id, unique without coordination: UTC time and 24 random bits, like 261129-173215-9f3ac1."""
     return time.strftime("%y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(3)
@@ -57,6 +61,7 @@ def write_manifest(
         target,
         {
             "run_id": run_id,
+            "format": FORMAT,
             "name": config.name,
             "created": time.time(),
             "argv": list(argv),
@@ -83,6 +88,19 @@ def read_manifest(run_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{run_dir} is no run directory: it holds no manifest.json")
     manifest: dict[str, Any] = json.loads(path.read_text())
+    return manifest
+
+
+def manifest_to_go_on(run_dir: Path) -> dict[str, Any]:
+    """The manifest of a run that this program can go on with. UserError if there is none, or it is of another format."""
+    manifest = read_manifest(run_dir)
+    made_in = manifest.get("format", 1)
+    if made_in != FORMAT:
+        version = (manifest.get("code") or {}).get("version", "an unknown version")
+        raise UserError(
+            f"{run_dir} is a run of format {made_in}, made by diloco_ds {version}; this is {diloco_ds.__version__} with "
+            f"format {FORMAT}: go on with it there, or begin a new run from its export (model.checkpoint)"
+        )
     return manifest
 
 

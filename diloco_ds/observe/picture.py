@@ -14,6 +14,7 @@ from rich.text import Text
 
 from diloco_ds.observe.metrics import Record
 from diloco_ds.observe.status import IslandStatus, Status
+from diloco_ds.observe.status_files import LedgerFile
 from diloco_ds.observe.units import count, duration, fixed, percent
 
 TREND_WIDTH = 16
@@ -122,6 +123,8 @@ def _summary(status: Status, width: int) -> Table:
     table.add_column()
     table.add_row("tokens", _token_line(status, width))
     table.add_row("global step", _step_line(status))
+    if status.ledger.epoch_blocks:
+        table.add_row("blocks", _block_line(status.ledger))
     table.add_row("held out", _heldout(status) or Text("no evaluation yet", style="dim"))
     return table
 
@@ -151,6 +154,15 @@ def _step_line(status: Status) -> Text:
         line.append(f"   {syncer.drops} dropped", style="yellow")
     if syncer.generation > 1 or syncer.state == "dead":
         line.append(f"   syncer {syncer.state}, generation {syncer.generation}", style=_style(syncer.state))
+    return line
+
+
+def _block_line(ledger: LedgerFile) -> Text:
+    """What has become of the data, block by block."""
+    line = Text.assemble((count(ledger.merged), "bold"), " merged")
+    line.append(f"   {count(ledger.leased)} leased   {count(ledger.free)} free in epoch {ledger.epochs}")
+    if ledger.trained_twice:
+        line.append(f"   {count(ledger.trained_twice)} trained twice", style="yellow")
     return line
 
 

@@ -45,6 +45,7 @@ def write_report(run_dir: Path) -> Path:
         figures=_figures(history),
         islands=[_island_row(island, status, history) for island in history.islands.values()],
         merges=_merge_rows(history),
+        blocks=_block_rows(status),
         heldout=[row for row in history.evaluations if row.get("loss") is not None],
         tasks=_task_rows(history),
         events=history.events[-EVENTS_SHOWN:],
@@ -144,6 +145,21 @@ def _merge_rows(history: History) -> list[tuple[str, str]]:
         ("from opening to merge", _milliseconds(means["round_s"])),
         ("grace window", _milliseconds(means["grace_s"])),
         ("merge and outer step", _milliseconds(means["merge_s"])),
+    ]
+
+
+def _block_rows(status: Status) -> list[tuple[str, str]]:
+    """What has become of the data, in blocks; merged, leased and free are all there is."""
+    ledger = status.ledger
+    if not ledger.epoch_blocks:
+        return []
+    return [
+        (f"blocks in {ledger.epochs} x an epoch", str(ledger.epochs * ledger.epoch_blocks)),
+        ("merged", str(ledger.merged)),
+        ("leased", str(ledger.leased)),
+        ("free", str(ledger.free)),
+        ("trained twice", str(ledger.trained_twice)),
+        ("of the reserve", str(ledger.reserve)),
     ]
 
 

@@ -14,6 +14,7 @@ from diloco_ds.observe.manifest import read_manifest
 from diloco_ds.observe.metrics import last_record
 from diloco_ds.observe.status_files import (
     IslandInSyncer,
+    LedgerFile,
     StatusFile,
     SupervisorFile,
     SyncerFile,
@@ -112,6 +113,7 @@ class Status(_Part):
     eta_s: float | None
     conductor_pid: int | None
     syncer: SyncerStatus
+    ledger: LedgerFile
     islands: list[IslandStatus]
     last_eval: dict[str, Any] | None
 
@@ -140,6 +142,7 @@ def read_status(run_dir: Path) -> Status:
         eta_s=max(target - syncer.tokens, 0) / rate if target and rate and state not in ENDED else None,
         conductor_pid=conductor.pid if conductor and conductor.alive else None,
         syncer=_syncer(syncer),
+        ledger=syncer.ledger,
         islands=islands,
         last_eval=last_record(run.metrics, "eval"),
     )

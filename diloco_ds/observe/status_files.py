@@ -68,6 +68,21 @@ class IslandInSyncer(BaseModel):
     reason: str | None = None
 
 
+class LedgerFile(BaseModel):
+    """What has become of the data, in blocks (core/ledger.py): merged + leased + free = epochs * epoch_blocks."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    epoch_blocks: int = 0
+    epochs: int = 0
+    merged: int = 0
+    leased: int = 0
+    free: int = 0
+    trained_twice: int = 0
+    reserve: int = 0
+    lost: int = 0
+
+
 class SyncerFile(StatusFile):
     """status/syncer.json."""
 
@@ -78,6 +93,7 @@ class SyncerFile(StatusFile):
     merges: int = 0
     drops: int = 0
     lost: str | None = None
+    ledger: LedgerFile = LedgerFile()
     islands: dict[str, IslandInSyncer] = {}
 
 

@@ -15,7 +15,7 @@ from diloco_ds.core.tape import Entry, Header, Torn, decode_all
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.store import Mark
 from diloco_ds.exchange.syncer_opening import marks_of, origins_of, read_config, read_layout, restored_core
-from diloco_ds.observe.manifest import read_manifest
+from diloco_ds.observe.manifest import manifest_to_go_on
 from diloco_ds.rundir import RunDir
 
 
@@ -31,7 +31,7 @@ class Recording:
     @classmethod
     def of(cls, run: RunDir) -> Recording:
         """The recording of `run`; UserError if it is no run directory or has no tape."""
-        manifest = read_manifest(run.root)
+        manifest = manifest_to_go_on(run.root)
         if not run.tape.is_file():
             raise UserError(f"{run.root} holds no tape (tape.bin): its syncer was never started")
         return cls(run, manifest, read_config(run), read_layout(run, manifest))
@@ -96,7 +96,7 @@ def replayed(recording: Recording) -> Iterator[tuple[Generation | Moment | Torn,
         elif isinstance(first, Header):
             generation = first.generation
             marks, origins = _state(first, recording.layout)
-            core = restored_core(recording.config, recording.layout, marks)
+            core = restored_core(recording.config, recording.layout, recording.manifest, first.state)
             yield Generation(generation, marks, origins), core
         elif core is not None:
             decided = tuple(core.step(first.value, first.at))  # type: ignore[arg-type]

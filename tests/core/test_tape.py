@@ -147,7 +147,7 @@ def test_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(tape, "VERSION", 9)
     data = taped(HEADER)
     monkeypatch.undo()
-    with pytest.raises(TapeError, match="a tape of format 9, this program reads format 1"):
+    with pytest.raises(TapeError, match="a tape of format 9, this program reads format 2"):
         read(data)
 
 

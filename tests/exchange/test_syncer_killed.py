@@ -36,6 +36,7 @@ IN_A_MERGE = (
     "tape.appended:40",
     "record.invalidated:9",
     "record.filled:12",
+    "store.ledger:2",
 )
 IN_A_CHECKPOINT = ("checkpoint.tensors:2", "checkpoint.before_rename:2", "checkpoint.after_rename:2")
 

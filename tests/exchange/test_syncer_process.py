@@ -32,6 +32,7 @@ from diloco_ds.exchange.kept_updates import kept_path, load_kept
 from diloco_ds.exchange.merging import Merger
 from diloco_ds.exchange.syncer_checkpoint import checkpoints
 from diloco_ds.exchange.syncer_opening import marks_of, restored_core
+from diloco_ds.observe.manifest import read_manifest
 from diloco_ds.observe.metrics import read_metrics
 
 
@@ -157,7 +158,7 @@ def test_the_tape_and_kept_updates_give_the_same_weights_again(new_run):
     state, compared, killed_before = {}, 0, None
     for kind, value, at in tape(run):
         if kind == "Header":
-            core = restored_core(run.config, run.layout, marks_of(value.state))
+            core = restored_core(run.config, run.layout, read_manifest(run.dir.root), value.state)
             marks, expected, killed_before = marks_of(value.state), [], None
             continue
         if kind in EVENTS:

@@ -35,6 +35,10 @@ def reports(size):
         c_steps=int_lists(size),
         c_tokens=int_lists(size),
         base=int_lists(size),
+        lease=ints,
+        cursor=ints,
+        reserve=ints,
+        step_blocks=ints,
     )
 
 
@@ -47,7 +51,6 @@ messages = st.one_of(
             report=reports(size),
             loss=floats,
             tokens_per_s=floats,
-            data_cursor=ints,
             lr_tokens=ints,
         )
     ),
@@ -61,6 +64,8 @@ messages = st.one_of(
             global_step=ints,
             global_tokens=ints,
             want=int_lists(3),
+            reader=ints,
+            leases=int_lists(6),
         ),
     ),
     st.builds(
@@ -139,7 +144,7 @@ def test_one_message_does_not_pass_for_another(one, other):
 
 
 REPORT = Report("a", 1, "running", 10, 1000, 0.5, (1, 2), (100, 200), (0, -1))
-RECORD = ReportRecord("run", "layout", REPORT, math.nan, 0.0, 7, 8)
+RECORD = ReportRecord("run", "layout", REPORT, math.nan, 0.0, 8)
 
 
 def test_a_loss_that_is_not_a_number_travels():
@@ -180,11 +185,21 @@ def test_an_update_becomes_an_answer():
         steps=5,
         tokens=6,
         update_id=7,
-        data_cursor=8,
-        numel=9,
+        lease=8,
+        cursor=9,
+        numel=10,
     )
     assert header.to_answer() == Answer(
-        island="a", incarnation=1, fragment=2, round=3, base=4, steps=5, tokens=6, update_id=7
+        island="a",
+        incarnation=1,
+        fragment=2,
+        round=3,
+        base=4,
+        steps=5,
+        tokens=6,
+        update_id=7,
+        lease=8,
+        cursor=9,
     )
 
 

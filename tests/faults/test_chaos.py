@@ -3,11 +3,14 @@
 import signal
 import statistics
 import time
+from collections import defaultdict
 
 import psutil
 import pytest
 from live_run import assert_no_gap, live_run, written
 
+from diloco_ds.core.events import GiveBack, Grant
+from diloco_ds.core.tape import Entry, decode_all
 from diloco_ds.rundir import SharedMemory
 
 pytestmark = pytest.mark.slow
@@ -38,6 +41,13 @@ def chaos(run, *arguments: str) -> tuple[float, float]:
     assert done.returncode == 0, done.stdout + done.stderr
     fault = next(record for record in run.records("event", event="fault") if record["time"] > before)
     return fault["time"], time.time()
+
+
+def taped(run, *kinds):
+    """Records of these kinds on the tape: (time on its generation's clock, action)."""
+    with run.dir.tape.open("rb") as lines:
+        entries = [each for each in decode_all(lines, run.run_id()) if isinstance(each, Entry)]
+    return [(entry.at, entry.value) for entry in entries if isinstance(entry.value, kinds)]
 
 
 def drops(run, kind: str) -> int:
@@ -190,3 +200,34 @@ def test_two_ctrl_c_end_it_at_once_and_leave_nothing_and_chaos_is_refused(run):
     done = run.command("chaos", str(run.dir.root), "--fault", "kill")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "the run is stopped; faults need a live run" in done.stderr
+
+
+def test_after_a_loss_a_leave_a_join_and_two_syncers_the_accounts_of_the_data_balance(run):
+    """By the tape: blocks are leased to one island at a time, and what is neither leased nor free is merged."""
+    held, free, frontier, lost = {}, set(), 0, defaultdict(int)
+    for _, action in taped(run, Grant, GiveBack):
+        if isinstance(action, Grant):
+            blocks = set(range(action.start, action.start + action.size))
+            for other in held.values():
+                assert not other & blocks
+            held[action.lease] = blocks
+            frontier = max(frontier, *(block + 1 for block in blocks))
+            free -= blocks
+        else:
+            back = set(range(action.start, action.start + action.size))
+            held.pop(action.lease)
+            free |= back
+            lost[action.island, action.reason] += action.trained
+    assert {island for island, _ in lost} >= {"a", "b"}
+    rotation = (
+        run.config.exchange.period * run.records("event", event="started", island="a")[0]["step_tokens"]
+    )
+    rotation //= run.config.data.sequence_length
+    assert max(lost.values()) <= 2 * rotation, "one rotation, and what was on its way"
+    ledger = run.status().ledger
+    assert ledger.merged + ledger.leased + ledger.free == ledger.epochs * ledger.epoch_blocks
+    assert ledger.lost == 0
+    assert ledger.merged > 0
+    assert ledger.free == len(free) + ledger.epochs * ledger.epoch_blocks - frontier
+    assert sum(lost.values()) <= ledger.trained_twice - ledger.reserve <= 4 * rotation
+    assert run.command("replay", str(run.dir.root)).returncode == 0, "the ledger decides the same again"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -63,6 +64,7 @@ class OneIsland:
         while not (value := condition()):
             if time.monotonic() > deadline:
                 raise TimeoutError(self.story())
+            self._lease()
             time.sleep(0.02)
         return value
 
@@ -94,11 +96,15 @@ class OneIsland:
             for fragment, round_ in changes["want"].items():
                 want[fragment] = round_
             changes["want"] = tuple(want)
-        values = {
-            name: getattr(self.orders, name) for name in ("phase", "global_step", "global_tokens", "want")
-        }
-        self.orders = Orders(**{**values, **changes})
+        self.orders = replace(self.orders, **changes)
         self.mailbox.orders.write(OrdersRecord(self.run_id, 1, self.orders).pack())
+
+    def _lease(self):
+        """What the syncer does when it hears of a new incarnation: lease it blocks, here more than it will read."""
+        record = self.report() if self.mailbox is not None else None
+        if record and record.report.step_blocks and record.report.incarnation != self.orders.reader:
+            number = record.report.incarnation
+            self.order(reader=number, leases=(number, 10**6 * number, 10**6))
 
     def put(self, fragment, version, values):
         """A new global fragment arrives in the island's inbox."""

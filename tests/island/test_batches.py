@@ -5,38 +5,40 @@ import pytest
 import torch
 
 from diloco_ds.data.blocks import BlockFile
-from diloco_ds.data.shard import Shard
+from diloco_ds.data.shard import BlockOrder
 from diloco_ds.island.batches import Batches
 from diloco_ds.island.pace import PacedBatches
+
+ORDER = BlockOrder(100, 7)
+PIECES = [((0, 6),), ((6, 2), (40, 4)), ((44, 1), (90, 2), (-12, 3))]
 
 
 def blocks(count=100, length=4):
     return BlockFile(np.arange(count * length, dtype=np.uint16).reshape(count, length))
 
 
-def taken(batches, steps):
+def taken(rank, ranks, sequences):
+    batches = Batches(blocks(), ORDER, rank, ranks, sequences, False)
     try:
-        return [batches.next() for _ in range(steps)]
+        for pieces in PIECES:
+            batches.read(pieces)
+        return [batches.next() for _ in PIECES]
     finally:
         batches.close()
 
 
-def test_the_ranks_share_out_each_batch_of_the_island():
-    whole = taken(Batches(blocks(), Shard(100, 7, 0, 2), 0, 1, 6, False), 3)
-    halves = [taken(Batches(blocks(), Shard(100, 7, 0, 2), rank, 2, 3, False), 3) for rank in (0, 1)]
-    for step in range(3):
-        assert torch.equal(torch.cat([half[step].rows for half in halves]), whole[step].rows)
-        assert halves[0][step].position == halves[1][step].position == whole[step].position == 6 * (step + 1)
-    assert whole[0].rows.dtype == torch.int64
-    assert whole[0].rows.shape == (6, 4)
+def test_a_batch_is_made_of_its_pieces_in_order():
+    places = [[*range(6)], [6, 7, 40, 41, 42, 43], [44, 90, 91, -12, -11, -10]]
+    for batch, of_it in zip(taken(0, 1, 6), places, strict=True):
+        assert batch.dtype == torch.int64
+        assert torch.equal(batch, blocks().batch([ORDER[place] for place in of_it]))
 
 
-def test_what_was_read_ahead_is_read_again_after_a_restart():
-    one_go = taken(Batches(blocks(), Shard(100, 7, 1, 2), 0, 1, 5, False), 6)
-    first = taken(Batches(blocks(), Shard(100, 7, 1, 2), 0, 1, 5, False), 2)
-    position = first[-1].position
-    rest = taken(Batches(blocks(), Shard(100, 7, 1, 2, position), 0, 1, 5, False), 4)
-    assert [batch.rows.tolist() for batch in [*first, *rest]] == [batch.rows.tolist() for batch in one_go]
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_ranks_share_out_each_batch_of_the_island(ranks):
+    shares = [taken(rank, ranks, 6 // ranks) for rank in range(ranks)]
+    for whole, parts in zip(taken(0, 1, 6), zip(*shares, strict=True), strict=True):
+        assert torch.equal(torch.cat(parts), whole)
 
 
 def test_an_error_of_the_reader_reaches_the_loop():
@@ -44,7 +46,8 @@ def test_an_error_of_the_reader_reaches_the_loop():
         def batch(self, indices):
             raise OSError("the disk is gone")
 
-    batches = Batches(Broken(), Shard(100, 7, 0, 1), 0, 1, 2, False)
+    batches = Batches(Broken(), ORDER, 0, 1, 2, False)
+    batches.read([(0, 2)])
     with pytest.raises(RuntimeError, match="cannot be read") as caught:
         batches.next()
     assert isinstance(caught.value.__cause__, OSError)
@@ -52,7 +55,9 @@ def test_an_error_of_the_reader_reaches_the_loop():
 
 
 def test_a_set_pace_holds_back_and_is_not_made_up_for():
-    batches = PacedBatches(0.1, blocks(), Shard(100, 7, 0, 1), 0, 1, 1, False)
+    batches = PacedBatches(0.1, blocks(), ORDER, 0, 1, 1, False)
+    for place in range(6):
+        batches.read([(place, 1)])
     given = []
     try:
         for step in range(6):
@@ -65,3 +70,12 @@ def test_a_set_pace_holds_back_and_is_not_made_up_for():
     gaps = np.diff(given)
     assert all(gap > 0.099 for gap in gaps), "the pace is kept, also after a long step"
     assert gaps[2] >= 0.35
+
+
+def test_pieces_that_are_no_batch_are_an_error():
+    batches = Batches(blocks(), ORDER, 0, 2, 3, False)
+    batches.read([(0, 5)])
+    with pytest.raises(RuntimeError) as caught:
+        batches.next()
+    assert "for a batch of 6 blocks" in str(caught.value.__cause__)
+    batches.close()

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_ds.config import Adoption
+from diloco_ds.core.reading import PIECES
 from diloco_ds.exchange.fragment_box import FragmentBox
-from diloco_ds.island.boundary import Adopt, Boundary, Decision, Then
+from diloco_ds.island.boundary import Adopt, Boundary, Decision, Then, encoded_size
 from diloco_ds.island.completion import Completion, RankBoard
 from diloco_ds.island.timing import Laps
 
@@ -24,11 +25,12 @@ adoptions = st.dictionaries(
     st.integers(0, 2**62),
     adoptions,
     st.sets(st.integers(0, 5)),
+    st.lists(st.tuples(st.integers(-(2**60), 2**60), st.integers(1, 99)), max_size=PIECES),
 )
-def test_a_decision_travels_as_integers(then, save, step, lr_tokens, adopt, answer):
-    decision = Decision(then, save, step, lr_tokens, adopt, tuple(sorted(answer)))
+def test_a_decision_travels_as_integers(then, save, step, lr_tokens, adopt, answer, read):
+    decision = Decision(then, save, step, lr_tokens, adopt, tuple(sorted(answer)), tuple(read))
     values = decision.encode(6)
-    assert len(values) == 4 + 3 * 6
+    assert len(values) == encoded_size(6)
     assert Decision.decode([int(value) for value in values]) == decision
 
 

@@ -3,16 +3,22 @@
 import json
 import re
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from recorded_run import new_run
 from tiny_run import tiny_config
 
+import diloco_ds
+from diloco_ds.cli import main
+from diloco_ds.commands import train
 from diloco_ds.errors import UserError
 from diloco_ds.observe.manifest import (
+    FORMAT,
     code_version,
     config_digest,
+    manifest_to_go_on,
     new_run_id,
     package_versions,
     read_manifest,
@@ -51,6 +57,28 @@ def _write_again(root: Path) -> None:
     write_manifest(
         root, tiny_config(root), argv=[], data={}, initial_weights_sha256="", layout_digest="", parameters=0
     )
+
+
+def test_a_run_of_an_older_format_is_refused_in_one_line_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(tmp_path)
+    assert manifest_to_go_on(run.root)["format"] == FORMAT
+    manifest = read_manifest(run.root)
+    del manifest["format"]  # as the first ones were
+    run.manifest.write_text(json.dumps(manifest))
+    run.tape.write_bytes(b"")
+    before = sorted(run.root.iterdir())
+    given = dict.fromkeys(("run_file", "run_dir", "chaos"))
+    with pytest.raises(UserError, match="is a run of format 1"):
+        train._resume(Namespace(resume=run.root, no_islands=False, **given), stops=None, console=None)
+    for arguments in (["replay", str(run.root)], ["leave", str(run.root), "a"]):
+        assert main(arguments) == 2
+        said = capsys.readouterr().err
+        assert f"is a run of format 1, made by diloco_ds {diloco_ds.__version__}; this is" in said
+        assert said.count("\n") == 1
+    assert sorted(run.root.iterdir()) == before
+    assert main(["status", str(run.root), "--json"]) == 0, "it can still be looked at"
 
 
 def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:

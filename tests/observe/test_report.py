@@ -44,12 +44,17 @@ def page_of(run_root: Path) -> Page:
     return Page(path.read_text())
 
 
+LEDGER = {"epoch_blocks": 1000, "epochs": 2, "merged": 1357, "leased": 0, "free": 643, "trained_twice": 24}
+
+
 def test_the_report_of_a_finished_run(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     record_training(run)
     write_status(run, "conductor", pid=GONE, state="finished")
     islands = {name: {"phase": "drained", "merged": 80, "missed": 20} for name in "ab"}
-    write_status(run, "syncer", pid=GONE, state="finished", tokens=190_000, merges=100, islands=islands)
+    write_status(
+        run, "syncer", pid=GONE, state="finished", tokens=190_000, merges=100, islands=islands, ledger=LEDGER
+    )
     page = page_of(run.root)
     assert page.figures == 6
     for expected in (
@@ -62,6 +67,9 @@ def test_the_report_of_a_finished_run(tmp_path: Path) -> None:
         "0.7500",
         "0.0125",
         "1200",
+        "blocks in 2 x an epoch",
+        "1357",
+        "trained twice",
         "cd" * 32,
     ):
         assert expected in page.words, f"{expected} is missing"

@@ -19,6 +19,7 @@ from diloco_ds.exchange.store import Mark
 from diloco_ds.exchange.syncer_checkpoint import checkpoints
 from diloco_ds.exchange.syncer_opening import restored_core, tape_state
 from diloco_ds.exchange.tape_file import TapeFile
+from diloco_ds.observe.manifest import read_manifest
 from diloco_ds.replay.decisions import Recording
 from diloco_ds.replay.verdict import explain, replay
 from diloco_ds.rundir import RunDir
@@ -203,7 +204,7 @@ def other_header(run, **changes):
     ("changes", "message"),
     [
         ({"run_id": "other"}, "of run other, not of"),
-        ({"tape": 2}, "of format 2, this program reads format 1"),
+        ({"tape": 1}, "of format 1, this program reads format 2"),
     ],
 )
 def test_another_run_or_version_is_refused(copy, capsys, changes, message):
@@ -240,8 +241,9 @@ def test_a_merge_is_explained(recorded, capsys):
 def by_hand(tmp_path):
     """A tape written with the state machine alone: b answers the first round too late, and is silent in the next."""
     run = SyncerRun(tmp_path / "run", exchange={"quorum": 1})
-    core = restored_core(run.config, run.layout, [])
-    header = tape.Header(run.run_id, run.layout.digest, 1, tape_state([Mark(0, 0, 0, 0)] * 3, []))
+    state = tape_state([Mark(0, 0, 0, 0)] * 3, {})
+    core = restored_core(run.config, run.layout, read_manifest(run.dir.root), state)
+    header = tape.Header(run.run_id, run.layout.digest, 1, state)
     file = TapeFile(run.dir.tape, header)
 
     def take(event, now):
