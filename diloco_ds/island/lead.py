@@ -20,6 +20,8 @@ from diloco_ds.island.boundary import Adopt, Decision, Then
 
 WAIT_S = 0.02
 """Between two looks at the orders while there is nothing to train on yet."""
+FIRST_LEASE_WITHIN_S = 10.0
+"""A syncer that lives answers a report within a second."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,10 @@ class Lead:
         self.step_tokens = step_blocks * sequence_length
         self.reading = Reading(self._identity.incarnation, self._identity.index, step_blocks)
 
-    def wait_for_lease(self, patience_s: float) -> None:
-        """Wait for the first lease. Not longer than `patience_s`: the island then begins in the reserve."""
+    def wait_for_lease(self) -> None:
+        """Wait for the first lease. Not longer than FIRST_LEASE_WITHIN_S: the island then begins in the reserve."""
         assert self.reading is not None
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + FIRST_LEASE_WITHIN_S
         while time.monotonic() < deadline:
             orders = self._read_orders()
             if orders.phase != "run" or self.reading.has_lease(orders):

@@ -208,7 +208,7 @@ def _open_batches(run: OpenRun, engine: Engine, lead: Lead | None) -> Batches:
     make = partial(PacedBatches, least_step_s) if least_step_s else Batches
     batches = make(blocks, order, engine.rank, engine.world_size, sequences, pinned)
     if lead is not None:
-        lead.wait_for_lease(run.config.syncer.lease_s)
+        lead.wait_for_lease()
     for _ in range(AHEAD):
         engine.broadcast_start(encode_pieces(lead.plan_batch() if lead else ()))
         batches.read(decode_pieces(engine.broadcast_wait()))
