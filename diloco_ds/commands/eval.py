@@ -6,7 +6,9 @@ What is not given is taken from the run's configuration.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 
 EXAMPLES = """\
   diloco-ds eval runs/quickstart
@@ -36,15 +38,16 @@ def run(arguments: argparse.Namespace) -> int:
     from diloco_ds.evaluate.evaluation import evaluate_model, table
 
     tasks = None if arguments.tasks is None else [name for name in arguments.tasks.split(",") if name]
-    result = evaluate_model(
-        arguments.target,
-        tasks=tasks,
-        task_dirs=arguments.task_dir,
-        limit=arguments.limit,
-        batch_size=arguments.batch_size,
-        heldout_tokens=arguments.heldout_tokens,
-        device=arguments.device,
-    )
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, loaded by lm-eval, logs to stdout
+        result = evaluate_model(
+            arguments.target,
+            tasks=tasks,
+            task_dirs=arguments.task_dir,
+            limit=arguments.limit,
+            batch_size=arguments.batch_size,
+            heldout_tokens=arguments.heldout_tokens,
+            device=arguments.device,
+        )
     if arguments.json:
         print(json.dumps({"target": arguments.target, **result.as_dict()}))
     else:

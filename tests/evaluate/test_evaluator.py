@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_run import tiny_config
 
@@ -30,7 +31,7 @@ def run(tmp_path: Path, eval_dir: Path) -> RunDir:
     """A run directory as the conductor makes it, with a snapshot of other weights than the initial ones."""
     settings = {"tasks": ["copa_local"], "task_dirs": [str(eval_dir)], "limit": 4, "heldout_tokens": 640}
     config = tiny_config(tmp_path, evaluation=settings)
-    prepared = prepare(config, tmp_path)
+    prepared = prepare(config, tmp_path, Console(quiet=True))
     hf_config = build_config(config.model, prepared.vocab_size, prepared.special_tokens)
     model = initial_model(config.model, hf_config, 1, tmp_path / "scratch")
     run = RunDir(tmp_path / "run")
@@ -124,6 +125,7 @@ def test_a_run_is_evaluated_at_its_newest_weights(run, capsys):
 
     # The export is a Hugging Face model with its tokenizer: it can be evaluated without the run.
     arguments = ["eval", str(run.export), "--tasks", "copa_local", "--task-dir", *_dirs(run), "--limit", "4"]
+    capsys.readouterr()
     assert main([*arguments, "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone["heldout"] is None

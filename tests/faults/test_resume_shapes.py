@@ -34,7 +34,7 @@ def test_a_run_goes_on_with_other_ranks_another_zero_stage_and_one_more_island(t
             for record in run.records("event", event="started")[before:]
             if record.get("role") == "learner"
         }
-        shape = "written by ranks 1, zero_stage 1, precision bfloat16"
+        shape = "written by ranks 1, expert_parallel 1, zero_stage 1, precision bfloat16"
         for island in "ab":
             assert started[island]["reason"].startswith("weights and optimizer moments of its checkpoint")
             assert started[island]["reason"].endswith(shape)

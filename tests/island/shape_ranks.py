@@ -20,6 +20,7 @@ class Carried(Island):
         case = {"deepspeed": settings, "activation_checkpointing": False, "model": "gemma4"}
         super().__init__(case, directory, seed=1 if steps_made == 0 else 2)
         self.steps_made = steps_made
+        self.is_adam = settings["optimizer"]["type"] == "AdamW"
 
     def batch(self):
         generator = torch.Generator().manual_seed(self.steps_made)
@@ -28,7 +29,9 @@ class Carried(Island):
         return rows[self.engine.rank :: self.engine.world_size]
 
     def held(self):
-        """Masters and moments, whole, as DeepSpeed gathers them."""
+        """Masters and Adam's moments, whole, as DeepSpeed gathers them; of another optimizer the masters alone."""
+        if not self.is_adam:
+            return self.masters()
         if hasattr(self.optimizer, "_lazy_init_hp_params_optimizer_state"):
             self.optimizer._lazy_init_hp_params_optimizer_state()  # it does so after the first step
         return self.masters() + self.moments()

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("shape_ranks.py")
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
 SGD = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
-SHAPE = {"ranks": 1, "zero_stage": 1, "precision": "float32"}
+SHAPE = {"ranks": 1, "expert_parallel": 1, "zero_stage": 1, "precision": "float32"}
 
 
 def task(
