@@ -82,7 +82,7 @@ class LiveLink:
     def report(self, step):
         zeros = (0,) * len(NUMELS)
         content = Report("a", 1, "running", step, 0, 0.1, zeros, zeros, zeros)
-        self.island.report.write(ReportRecord(self.run_id, "layout", content, 1.0, 1.0, 0, 0).pack())
+        self.island.report.write(ReportRecord(self.run_id, "layout", content, 1.0, 1.0, 0).pack())
 
     def reported_step(self):
         newest = self.syncer.report.read()
@@ -100,7 +100,7 @@ class LiveLink:
         slot = self.island.outbox.begin(fragment)
         assert slot is not None
         fill(slot, version)
-        header = UpdateHeader(self.run_id, "a", 1, fragment, 1, 0, 1, 1, version, 0, NUMELS[fragment])
+        header = UpdateHeader(self.run_id, "a", 1, fragment, 1, 0, 1, 1, version, 0, 0, NUMELS[fragment])
         self.island.outbox.commit(fragment, version, header.pack())
 
     def merge(self, fragment, version):

@@ -32,8 +32,9 @@ def test_the_longest_report_fits():
 
     fragments = 500
     longest = (2**63 - 1,) * fragments
-    report = Report("i" * 32, 1, "starting", 1, 1, 1.0, longest, longest, longest)
-    record = ReportRecord("r" * 200, "d" * 128, report, 0.0, 0.0, 0, 0)
+    data = {"lease": 2**63 - 1, "cursor": 2**31, "reserve": 2**63 - 1, "step_blocks": 2**31}
+    report = Report("i" * 32, 1, "starting", 1, 1, 1.0, longest, longest, longest, **data)
+    record = ReportRecord("r" * 200, "d" * 128, report, 0.0, 0.0, 2**63 - 1)
     assert len(record.pack()) <= record_capacity(fragments)
 
 

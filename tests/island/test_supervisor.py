@@ -34,7 +34,7 @@ incarnation = int(incarnation)
 record = Record.open(Path(sys.argv[1]) / "report")
 def report(phase, step):
     told = Report("a", incarnation, phase, step, 0, 0.1, [0, 0], [0, 0], [0, 0])
-    record.write(ReportRecord(run_id, "", told, 0.0, 0.0, 0, 0).pack())
+    record.write(ReportRecord(run_id, "", told, 0.0, 0.0, 0).pack())
 def steps(number):
     for step in range(1, number + 1):
         report("running", step)
