@@ -105,7 +105,7 @@ class _Head(nn.Module):
 
     def __init__(self, head: nn.Linear, chunk: int, softcap: float | None) -> None:
         super().__init__()
-        self.weight: nn.Parameter = head.weight
+        self.weight: Tensor = head.weight
         self.bias: Tensor | None = head.bias
         self.chunk, self.softcap = chunk, softcap
 
