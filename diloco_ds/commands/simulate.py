@@ -167,7 +167,8 @@ def _add_train(parts: Any) -> None:
 
 def _add_study(parts: Any) -> None:
     text = (
-        "The quality study: merge, adoption, anchor, late answers, quorum and period, against data parallel."
+        "The quality study: merge, adoption, anchor, late answers, quorum, outer optimizer and period, "
+        "against data parallel."
     )
     part = _part(parts, "study", _study, text, "simulations")
     part.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to train on (UTF-8)")

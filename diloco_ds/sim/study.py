@@ -115,6 +115,10 @@ def _cases() -> Iterator[Case]:
     for quorum, safety in ((1, 0.8), (1, 0.0), (LEARNERS, 0.8)):
         name = f"K = {quorum}, {'grace' if safety else 'no grace'}"
         yield Case("quorum", name, dict(MIXED), {"quorum": quorum, "grace": {"safety": safety}})
+    for learners, lr, momentum in ((1, 0.7, 0.9), (1, 1.0, 0.0), (4, 0.4, 0.9), (4, 0.7, 0.5), (4, 1.0, 0.0)):
+        args = {"lr": lr, "momentum": momentum, "nesterov": momentum > 0}
+        name = f"M = {learners}, outer lr {lr:g}, momentum {momentum:g}"
+        yield Case("outer", name, {"learners": learners}, {"outer": {"args": args}})
     for period in (2, 6, 24, 48, 96):
         exchange = {"period": period, "fragments": min(24, period), "overlap": min(2, period - 1)}
         yield Case("period", f"H = {period}", {}, exchange)

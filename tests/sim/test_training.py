@@ -164,7 +164,7 @@ def test_one_learner_that_is_copied_back_is_nearly_data_parallel(text):
 
 
 def test_the_study_has_every_question_of_the_frame():
-    assert groups() == ["baseline", "merge", "adoption", "anchor", "late", "quorum", "period"]
+    assert groups() == ["baseline", "merge", "adoption", "anchor", "late", "quorum", "outer", "period"]
     names = [case.name for case in cases() if case.group == "merge"]
     assert names == [f"M = {m}, {rule}" for m in (2, 4, 8, 16) for rule in ("rda", "mean")]
     for case in cases():
