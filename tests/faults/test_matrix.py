@@ -32,9 +32,9 @@ def play(tmp_path_factory):
     directory = tmp_path_factory.mktemp("matrix")
     settings = {
         "budget": {"tokens": 10**9},
-        "deepspeed": {"gradient_accumulation_steps": 32},
         "syncer": {"checkpoint_every_s": 4.0, "lease_s": 3.0, "keep_updates": True},
-        "trainer": {"warmup_tokens": 1024, "checkpoint_every_s": 4.0},
+        # Steps at a pace: long enough to be told apart, and the processors are free for what has to start again.
+        "trainer": {"warmup_tokens": 1024, "checkpoint_every_s": 4.0, "least_step_s": 0.5},
     }
     with live_run(directory, **settings) as run:
         points = Failpoints(directory / "failpoints")

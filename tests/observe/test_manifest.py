@@ -71,7 +71,9 @@ def test_a_run_of_an_older_format_is_refused_in_one_line_and_left_alone(
     before = sorted(run.root.iterdir())
     given = dict.fromkeys(("run_file", "run_dir", "chaos"))
     with pytest.raises(UserError, match="is a run of format 1"):
-        train._resume(Namespace(resume=run.root, no_islands=False, **given), stops=None, console=None)
+        train._resume(
+            Namespace(resume=run.root, no_islands=False, overrides=[], **given), stops=None, console=None
+        )
     for arguments in (["replay", str(run.root)], ["leave", str(run.root), "a"]):
         assert main(arguments) == 2
         said = capsys.readouterr().err
