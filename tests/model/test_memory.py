@@ -29,7 +29,7 @@ def test_a_model_passes_through_tensor_by_tensor(tmp_path):
     assert model_bytes > 200e6
     assert peaks["whole"] > 0.9 * model_bytes  # the measure sees a model that is in memory
     for work in ("start", "empty", "export"):
-        assert peaks[work] < 0.25 * model_bytes, peaks
+        assert peaks[work] < 0.4 * model_bytes, peaks  # a shard of 50 MB, and what becomes of it on its way
     exported = sorted(path.name for path in (tmp_path / "exported").glob("model-*.safetensors"))
     assert len(exported) == len(shards) > 1
     first, again = ({} for _ in range(2))
