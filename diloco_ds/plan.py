@@ -20,7 +20,7 @@ from diloco_ds.data.tokenizer import load_tokenizer, vocabulary_size
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.exchange.store import Store
-from diloco_ds.island.deepspeed_settings import check_deepspeed, expert_parallel_size
+from diloco_ds.island.deepspeed_settings import batch_of, check_deepspeed, expert_parallel_size
 from diloco_ds.model.build import ParameterCount, build_config, count_parameters
 from diloco_ds.sim.goodput import System, simulate
 
@@ -160,13 +160,10 @@ def _parameters(config: RunConfig, base_dir: Path) -> ParameterCount:
 def _island(config: RunConfig, island: Island, parameters: int, layout: FragmentLayout) -> IslandPlan:
     settings = config.deepspeed_of(island.name)
     check_deepspeed(settings)
-    sequences = settings.get("train_batch_size")
-    if sequences is None:
-        micro = settings["train_micro_batch_size_per_gpu"]
-        sequences = micro * settings.get("gradient_accumulation_steps", 1) * island.ranks
+    micro_batch, accumulation = batch_of(settings, island.ranks)
     return IslandPlan(
         ranks=island.ranks,
-        tokens_per_step=sequences * config.data.sequence_length,
+        tokens_per_step=island.ranks * micro_batch * accumulation * config.data.sequence_length,
         rank_memory=rank_memory(settings, parameters, island.ranks, _experts(layout)),
         mailbox_bytes=Mailbox.file_size(layout.numels, inbox=True),
     )

@@ -22,6 +22,22 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=1, default=str) + "\n")
 
 
+def new_directory(wanted: Path) -> Path:
+    """`wanted`, or the first of wanted-2, wanted-3, ... that does not exist, made; its parent must be there.
+
+    mkdir decides between two that want the same.
+    """
+    number = 1
+    while True:
+        path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
 def write_once(path: Path, text: str) -> bool:
     """Write `text` to `path`, which must not be there yet, whole or not at all; False if it is there."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """The command line: help at once, one line for what is wrong, a new file is a new command."""
 
 import os
-import signal
 import subprocess
 import sys
 
@@ -113,16 +112,6 @@ BAD_RUNS = [
         marks=pytest.mark.slow,
     ),
 ]
-
-
-@pytest.fixture
-def same_signals():
-    """Ctrl-C and the like are pytest's again after the test."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, handlers, strict=True):
-        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("same_signals")

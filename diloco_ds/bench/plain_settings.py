@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from diloco_ds.errors import UserError
+from diloco_ds.island.deepspeed_settings import batch_of
 
 _NOT_TORCHS = {"torch_adam", "adam_w_mode", "bias_correction", "set_grad_none"}
 """Arguments of DeepSpeed's Adam that say which implementation is taken, or are what torch does anyway."""
@@ -39,7 +40,7 @@ class PlainSettings:
                     "set bf16: {enabled: true}"
                 )
         low = (deepspeed.get("bf16") or {}).get("enabled", False)
-        micro_batch, accumulation = _batch(deepspeed, ranks)
+        micro_batch, accumulation = batch_of(deepspeed, ranks)
         return cls(
             dtype=torch.bfloat16 if low else torch.float32,
             micro_batch=micro_batch,
@@ -47,14 +48,3 @@ class PlainSettings:
             clipping=float(deepspeed.get("gradient_clipping", 0.0)),
             optimizer={name: value for name, value in optimizer["params"].items() if name not in _NOT_TORCHS},
         )
-
-
-def _batch(deepspeed: Mapping[str, Any], ranks: int) -> tuple[int, int]:
-    """Micro batch and accumulation: DeepSpeed's rule, any two of its three numbers give the third."""
-    micro = int(deepspeed.get("train_micro_batch_size_per_gpu", 0))
-    accumulation = int(deepspeed.get("gradient_accumulation_steps", 0))
-    a_rank = int(deepspeed.get("train_batch_size", 0)) // ranks
-    if not micro:
-        accumulation = accumulation or 1
-        return a_rank // accumulation, accumulation
-    return micro, accumulation or max(1, a_rank // micro)

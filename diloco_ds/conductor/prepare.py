@@ -13,7 +13,7 @@ from diloco_ds.conductor import preflight
 from diloco_ds.config import RunConfig
 from diloco_ds.config_file import save_config
 from diloco_ds.errors import UserError
-from diloco_ds.rundir import RunDir, write_atomically
+from diloco_ds.rundir import RunDir, new_directory, write_atomically
 
 RUNS = Path("runs")
 
@@ -97,18 +97,10 @@ def _claim_named(run_dir: Path) -> Path:
 
 
 def _claim_free(name: str) -> Path:
-    """runs/NAME, or the first of NAME-2, NAME-3, ... that does not exist. mkdir decides between two that want the same."""
+    """runs/NAME, or the first of NAME-2, NAME-3, ... that does not exist."""
     try:
         RUNS.mkdir(exist_ok=True)
-        number = 1
-        while True:
-            root = RUNS / (name if number == 1 else f"{name}-{number}")
-            try:
-                root.mkdir()
-            except FileExistsError:
-                number += 1
-            else:
-                return root
+        return new_directory(RUNS / name)
     except OSError as error:
         raise UserError(
             f"{RUNS}/{name} cannot be made: {error.strerror}; choose another place with --run-dir"

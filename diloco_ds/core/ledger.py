@@ -29,6 +29,9 @@ it reads on for two rotations without the syncer, twice as long as there is work
 cost nothing: of one that is given back, what was not trained on is nobody's loss.
 """
 
+Span = tuple[int, int]
+"""Blocks start .. end - 1 of the block order."""
+
 MOST_IN_HAND = 16
 """Leases named in an island's orders; more can only be where others gave back many small pieces."""
 
@@ -62,9 +65,7 @@ class Holder:
     merged: Position = (0, 0)  # every fragment has merged what lies before it
     reserve: int = 0  # as reported by this incarnation
     leases: list[Lease] = field(default_factory=list)  # not wholly merged, by number
-    lost: list[Lease] = field(
-        default_factory=list
-    )  # given back while this incarnation may still be reading them
+    lost: list[Lease] = field(default_factory=list)  # given back, and perhaps still being read
 
     def ahead(self) -> list[Lease]:
         """Leases with blocks that it has not reported as trained on."""
@@ -81,17 +82,13 @@ class Ledger:
         self._fragments, self._rotation, self._epoch_blocks = fragments, rotation, epoch_blocks
         self._frontier = 0  # no block from here on was ever leased
         self._number = 0  # of the newest lease
-        self._free: list[
-            tuple[int, int]
-        ] = []  # (start, end) of what was given back, sorted, apart from each other
+        self._free: list[Span] = []  # what was given back: sorted, apart from each other
         self._merged = self._trained_twice = self._reserve = 0
         self._holders: dict[str, Holder] = {}
-        self._cursors: list[dict[str, Position]] = [
-            {} for _ in range(fragments)
-        ]  # newest merged, of each fragment
-        self._merging: dict[
-            tuple[int, int], list[Part]
-        ] = {}  # by fragment and version: decided, not yet committed
+        # of each fragment, by island: the newest merged cursor
+        self._cursors: list[dict[str, Position]] = [{} for _ in range(fragments)]
+        # by fragment and version: merges that are decided, not yet committed
+        self._merging: dict[tuple[int, int], list[Part]] = {}
         self._leaving: dict[str, str] = {}  # islands whose leases go back when no merge is under way, and why
 
     def hear(self, report: Report, *, serve: bool, actions: list[Action]) -> None:
@@ -242,9 +239,7 @@ class Ledger:
         holder.position = position
 
     def _take_cursor(self, fragment: int, island: str, position: Position) -> None:
-        if (
-            position[0] > self._number
-        ):  # a lease granted after the checkpoint that this ledger was restored from
+        if position[0] > self._number:  # granted after the checkpoint that this ledger was restored from
             return
         newest = self._cursors[fragment]
         newest[island] = max(newest.get(island, (0, 0)), position)
@@ -280,9 +275,9 @@ def _between(leases: Iterable[Lease], start: Position, end: Position) -> int:
     return sum(max(lease.before(end) - lease.before(start), 0) for lease in leases)
 
 
-def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _joined(spans: Iterable[Span]) -> Iterator[Span]:
     """Sorted spans that do not overlap, those that touch made one."""
-    last: tuple[int, int] | None = None
+    last: Span | None = None
     for start, end in spans:
         if last is not None and last[1] == start:
             last = (last[0], end)

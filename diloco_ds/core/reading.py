@@ -39,9 +39,8 @@ class Reading:
         self._incarnation = incarnation
         self._planned: Position = (0, 0)
         self._next_reserve = -((incarnation << 12 | index) + 1 << _RESERVE_BITS)
-        self._batches: deque[tuple[Position, int]] = (
-            deque()
-        )  # planned, not trained on: position behind it, of the reserve
+        # planned, not trained on: the position behind the batch, and blocks of it that are of the reserve
+        self._batches: deque[tuple[Position, int]] = deque()
 
     def has_lease(self, orders: Orders) -> bool:
         """Whether `orders` hold a lease of this incarnation that is not planned to its end."""

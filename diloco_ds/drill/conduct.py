@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from diloco_ds.chaos.schedule import generate, mix
 from diloco_ds.config import RunConfig
 from diloco_ds.config_file import load_config
+from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.drill import scavenging, speeds, storm
-from diloco_ds.drill.live import Live, free_directory, live_run, told_of
+from diloco_ds.drill.live import Live, live_run, told_of
 from diloco_ds.errors import UserError
-from diloco_ds.rundir import RunDir, write_atomically, write_json
+from diloco_ds.island.deepspeed_settings import batch_of
+from diloco_ds.observe.status import read_status
+from diloco_ds.rundir import RunDir, new_directory, write_atomically, write_json
 
 LEAD_S = 15.0
 """Without faults, before a storm or a throttling begins: what comes after is compared with it."""
@@ -48,10 +51,10 @@ def weather_storm(
     schedule = generate(seed, mix(rate), seconds, islands)
     if not schedule.faults:
         raise UserError(f"no fault in {minutes:g} minutes at {rate:g} per hour with seed {seed}: take more")
-    root = free_directory(root)
+    root = _directory(root)
     write_atomically(root / "storm.yaml", schedule.to_yaml())
     if with_calm:
-        say(f"{count(config)} islands, {tokens:,} tokens, without faults: {root / 'calm'}")
+        say(f"{len(config.islands)} islands, {tokens:,} tokens, without faults: {root / 'calm'}")
         with live_run(root / "calm", run_file, settings) as run:
             run.until_finished()
     say(f"the same with {len(schedule.faults)} faults in {minutes:g} minutes: {root / 'storm'}")
@@ -63,16 +66,16 @@ def weather_storm(
         told = run.until_finished()
     calm = told_of(root / "calm") if with_calm else None
     asked = {"seed": seed, "per_hour": rate, "set_step_s": config.trainer.least_step_s}
-    return _kept(root, {**asked, **storm.measure(told, calm, _ledger(root / "storm"))})
+    return _kept(root, {**asked, **storm.measure(told, calm, read_status(root / "storm").ledger)})
 
 
 def mix_speeds(run_file: Path, settings: list[str], root: Path, *, factor: float, say: Say) -> dict[str, Any]:
     """A run for each of `speeds.CASES`, whose second island is throttled; all in `root`."""
     config = load_config(run_file, settings)
-    if count(config) != 2:
+    if len(config.islands) != 2:
         raise UserError(f"{run_file}: mixed speeds are for two islands, the second of which is slowed down")
     fast, slow = (island.name for island in config.islands)
-    root = free_directory(root)
+    root = _directory(root)
     cases = {}
     for number, (name, its_settings) in enumerate(speeds.CASES.items(), start=1):
         say(f"{name}: {root / f'case-{number}'}")
@@ -99,11 +102,11 @@ def mix_speeds(run_file: Path, settings: list[str], root: Path, *, factor: float
 def scavenge(run_file: Path, settings: list[str], root: Path, *, say: Say) -> dict[str, Any]:
     """A run of one island that another joins for the middle third, and the same run alone; both in `root`."""
     config = load_config(run_file, settings)
-    if count(config) != 1:
+    if len(config.islands) != 1:
         raise UserError(f"{run_file}: scavenging begins with one island, which another one joins")
     stays = config.islands[0].name
     guest = "guest" if stays != "guest" else "another"
-    root = free_directory(root)
+    root = _directory(root)
     say(f"one island alone: {root / 'alone'}")
     with live_run(root / "alone", run_file, settings) as run:
         alone = run.until_finished()
@@ -119,41 +122,33 @@ def scavenge(run_file: Path, settings: list[str], root: Path, *, say: Say) -> di
     return _kept(root, scavenging.measure(together, alone, stays, guest))
 
 
-def count(config: RunConfig) -> int:
-    """Islands of the configuration."""
-    return len(config.islands)
-
-
 def _tokens_per_s(config: RunConfig) -> float:
     """What the islands make together at their set pace."""
     if not config.trainer.least_step_s:
         raise UserError("a storm needs a pace that does not depend on the machine: set trainer.least_step_s")
-    settings = config.deepspeed
-    sequences = settings.get("train_micro_batch_size_per_gpu", 1) * settings.get(
-        "gradient_accumulation_steps", 1
-    )
-    ranks = sum(island.ranks for island in config.islands)
-    return float(ranks * sequences * config.data.sequence_length / config.trainer.least_step_s)
+    sequences = 0
+    for island in config.islands:
+        micro_batch, accumulation = batch_of(config.deepspeed_of(island.name), island.ranks)
+        sequences += island.ranks * micro_batch * accumulation
+    return float(sequences * config.data.sequence_length / config.trainer.least_step_s)
 
 
 def _wait(run: Live, moment: float) -> None:
     """Until a step ends after `moment` (epoch seconds)."""
-    later = lambda told: any(steps[-1].time >= moment for steps in told.steps.values())  # noqa: E731
-    run.until(lambda: later(run.told()) or None, "it was calm for long enough")
+    run.until(
+        lambda: any(steps[-1].time >= moment for steps in run.told().steps.values()) or None,
+        "it was calm for long enough",
+    )
 
 
 def _fragments(run: RunDir) -> int:
-    from diloco_ds.core.fragments import FragmentLayout
-
     return FragmentLayout.from_json(run.layout.read_text()).fragments
 
 
-def _ledger(root: Path) -> Mapping[str, Any] | None:
-    """The accounts of the data blocks at the end of the run, None where it keeps none."""
-    from diloco_ds.observe.status import read_status
-
-    ledger: Mapping[str, Any] | None = read_status(root).model_dump(mode="json").get("ledger")
-    return ledger
+def _directory(wanted: Path) -> Path:
+    """A new directory for the runs: `wanted`, or wanted-2, ..."""
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    return new_directory(wanted)
 
 
 def _kept(root: Path, result: dict[str, Any]) -> dict[str, Any]:

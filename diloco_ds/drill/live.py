@@ -116,19 +116,6 @@ def told_of(root: Path) -> Told:
     return sort_out(read_metrics(RunDir(root).metrics))
 
 
-def free_directory(wanted: Path) -> Path:
-    """`wanted`, or the first of wanted-2, wanted-3, ... that does not exist; made."""
-    number = 1
-    while True:
-        root = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
-        try:
-            root.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        else:
-            return root
-
-
 def _start(root: Path, *arguments: str) -> subprocess.Popen[bytes]:
     """In a session of its own, so that Ctrl-C reaches the drill alone, which then stops the run."""
     with _output(root).open("ab") as output:

@@ -20,6 +20,7 @@ from diloco_ds.drill.outages import Interval, down, outages, overlap
 from diloco_ds.drill.recovery import recoveries, summary
 from diloco_ds.drill.told import Pace, Told
 from diloco_ds.errors import UserError
+from diloco_ds.observe.status_files import LedgerFile
 
 AFTERMATH_S = 20.0
 """The storm is taken to last so long after the last fault, or its end."""
@@ -32,7 +33,7 @@ GOALS: dict[str, tuple[str, float]] = {
 }
 
 
-def measure(storm: Told, calm: Told | None, ledger: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def measure(storm: Told, calm: Told | None, ledger: LedgerFile | None = None) -> dict[str, Any]:
     """The measures, ready for JSON. Without a calm run of the same configuration the pace without faults is that before
     the storm. UserError if there is not enough to tell.
 
@@ -55,9 +56,9 @@ def measure(storm: Told, calm: Told | None, ledger: Mapping[str, Any] | None = N
         "usual_step_s": {island: pace.step_s for island, pace in paces.items()},
         "participation": participation(storm, begin, end),
         "recovery_s": summary(back),
-        "blocks_lost": blocks_lost(ledger) if ledger else None,
-        "blocks_trained_twice": ledger.get("trained_twice") if ledger else None,
-        "ledger": ledger,
+        "blocks_lost": ledger.lost if ledger else None,
+        "blocks_trained_twice": ledger.trained_twice if ledger else None,
+        "ledger": ledger.model_dump() if ledger else None,
         "loss": storm.loss,
         "loss_without_faults": calm.loss if calm else None,
     }
@@ -137,12 +138,6 @@ def participation(storm: Told, begin: float, end: float) -> dict[str, float | No
         "share": sums["merged"] / sums["alive"],
         "token_share": shares[-1] if shares else None,
     }
-
-
-def blocks_lost(ledger: Mapping[str, Any]) -> int:
-    """Blocks of the epochs begun that are in none of the accounts merged, leased and free."""
-    begun = ledger["epochs"] * ledger["epoch_blocks"]
-    return int(begun - ledger["merged"] - ledger["leased"] - ledger["free"])
 
 
 def goals_met(result: Mapping[str, Any]) -> dict[str, bool | None]:

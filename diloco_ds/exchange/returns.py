@@ -8,6 +8,7 @@ always. Training goes on all the while; only merges wait, and no longer than the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -30,7 +31,6 @@ from diloco_ds.exchange.replication import LinkIdentity, check_hello
 from diloco_ds.exchange.space import private_folder, require_space
 from diloco_ds.exchange.traffic import Traffic
 from diloco_ds.exchange.wire import ThetaHeader, WireError
-from diloco_ds.rundir import write_atomically
 
 POLL_S = 0.02
 NOTE_EVERY_S = 0.2
@@ -85,7 +85,7 @@ class Returns:
 
     def hold(self, island: str, versions: Sequence[int]) -> None:
         """The island's inbox holds these versions."""
-        write_atomically(self.folder / f"{island}.held", json.dumps(list(versions)))
+        self._tell(f"{island}.held", versions)
 
     def held(self, island: str) -> list[int] | None:
         """What the island said it holds; None before."""
@@ -93,7 +93,7 @@ class Returns:
 
     def note_progress(self, island: str, nbytes: int) -> None:
         """So much has come of the island so far."""
-        write_atomically(self.folder / f"{island}.arrived", json.dumps([nbytes]))
+        self._tell(f"{island}.arrived", [nbytes])
 
     def progress(self, islands: Iterable[str]) -> list[list[int] | None]:
         """What has come of each, as `note_progress` said last."""
@@ -101,16 +101,18 @@ class Returns:
 
     def want(self, island: str, wanted: Mapping[int, int]) -> None:
         """The island shall send these fragments, in these versions."""
-        write_atomically(
-            self.folder / f"{island}.wanted", json.dumps([wanted.get(p, -1) for p in self._all()])
-        )
+        self._tell(f"{island}.wanted", [wanted.get(p, -1) for p in range(len(self.fragments.numels))])
 
     def wanted(self, island: str) -> list[int] | None:
         """Per fragment the version that the island shall send, -1 none; None as long as it is asked for nothing."""
         return _read(self.folder / f"{island}.wanted")
 
-    def _all(self) -> range:
-        return range(len(self.fragments.numels))
+    def _tell(self, name: str, values: Sequence[int]) -> None:
+        """Write a file of the folder, whole. If the syncer has removed the folder, nobody wants to know any more."""
+        partial = self.folder / f".{name}.partial"
+        with contextlib.suppress(FileNotFoundError):
+            partial.write_text(json.dumps(list(values)))
+            os.replace(partial, self.folder / name)
 
 
 class Returner:
@@ -258,4 +260,7 @@ def _partial(folder: Path) -> Path:
 
 
 def _read(path: Path) -> list[int] | None:
-    return json.loads(path.read_text()) if path.exists() else None
+    try:
+        return list(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None

@@ -102,6 +102,20 @@ def check_deepspeed(settings: Mapping[str, Any]) -> None:
         )
 
 
+def batch_of(settings: Mapping[str, Any], ranks: int) -> tuple[int, int]:
+    """Sequences of a rank's micro batch, and micro batches of a step, on an island of `ranks` ranks.
+
+    DeepSpeed's rule: any two of its three batch settings give the third. For settings that `check_deepspeed` found good.
+    """
+    micro = int(settings.get("train_micro_batch_size_per_gpu", 0))
+    accumulation = int(settings.get("gradient_accumulation_steps", 0))
+    a_rank = int(settings.get("train_batch_size", 0)) // ranks
+    if not micro:
+        accumulation = accumulation or 1
+        return a_rank // accumulation, accumulation
+    return micro, accumulation or max(1, a_rank // micro)
+
+
 def expert_parallel_size(settings: Mapping[str, Any]) -> int:
     """Among how many ranks the experts of a layer are divided, as the block `expert_parallel` of a DeepSpeed config says."""
     block = settings.get("expert_parallel") or {}

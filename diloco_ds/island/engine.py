@@ -25,7 +25,7 @@ from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.island.deepspeed_settings import expert_parallel_size, prepared
 from diloco_ds.island.experts import WHOLE, Division, check_division, divide_experts
 from diloco_ds.island.first_weights import fill, make_low_precision
-from diloco_ds.island.inner_state import InnerState, read_facts, read_weights, together
+from diloco_ds.island.inner_state import InnerState, read_weights, together
 from diloco_ds.island.slices import How, Ranks, adopt, find_slices, undo_first_step
 from diloco_ds.island.timing import StepResult, StepTimer
 from diloco_ds.island.transfer import HostMemory, Transfer
@@ -236,8 +236,7 @@ class Engine:
         exactly. Only before the first step. UserError, with nothing touched, if it is no checkpoint or one of
         another model.
         """
-        written = read_facts(directory / tag, self._layout)["shape"]
-        missing = self._inner_state().read(directory / tag)
+        written, missing = self._inner_state().read(directory / tag)
         self._find_slices()
         client_state = json.loads((directory / tag / CLIENT_FILE).read_text())
         return Loaded(client_state, written if written != self._shape() else None, tuple(missing))

@@ -69,9 +69,9 @@ class InnerState:
         }
         together(gather, lambda: write_json(directory / FACTS, facts) if rank == 0 else None)
 
-    def read(self, directory: Path) -> list[str]:
-        """Go on from what `write` wrote, before the first step; waits for nobody. Returns what was not taken,
-        in words.
+    def read(self, directory: Path) -> tuple[dict[str, Any], list[str]]:
+        """Go on from what `write` wrote, before the first step; waits for nobody. Returns the shape of the island that wrote
+        it, and in words what was not taken. UserError, with nothing touched, as `read_facts`.
         """
         facts = read_facts(directory, self._layout)
         with TensorFile(directory / f"{MASTER}.safetensors") as file:
@@ -80,11 +80,9 @@ class InnerState:
         for name, value in facts["counters"].items():
             setattr(self._engine, name, value)
         _set_loss_scale(self._engine.optimizer, facts["loss_scale"])
-        return self.read_moments(directory)
+        return facts["shape"], self._read_moments(directory, facts["optimizer"])
 
-    def read_moments(self, directory: Path) -> list[str]:
-        """Take the optimizer's moments alone, before the first step; as `read`."""
-        saved = read_facts(directory, self._layout)["optimizer"]
+    def _read_moments(self, directory: Path, saved: dict[str, Any]) -> list[str]:
         if not self._moments.can_go_on_from(saved["kind"]):
             kinds = saved["kind"], self._moments.kind()
             was, is_ = (kind["class"] if kinds[0]["class"] != kinds[1]["class"] else kind for kind in kinds)

@@ -1,7 +1,6 @@
 """The island's benchmark: the three loops really train by turns, and its arithmetic."""
 
 import json
-import signal
 import tempfile
 
 import psutil
@@ -21,16 +20,6 @@ from diloco_ds.core.fragments import TensorSpec, balance
 pytestmark = pytest.mark.usefixtures("same_signals")
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "torch_adam": True}}
-
-
-@pytest.fixture
-def same_signals():
-    """Ctrl-C and the like are pytest's again after the test."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, handlers, strict=True):
-        signal.signal(number, handler)
 
 
 @pytest.mark.slow

@@ -119,3 +119,15 @@ def test_values_that_are_not_finite_are_not_taken(ends, tmp_path):
     returns = Returns.create(tmp_path / "returned", NUMELS)
     found = gathered(returns, [4] * len(NUMELS), ["a"], [Again(ends, tmp_path / "returned")])
     assert 0 not in found
+
+
+def test_a_folder_that_its_syncer_has_removed_is_told_nothing_and_stays_away(tmp_path):
+    """The syncer is done while a proxy is about to speak to it."""
+    returns = Returns.create(tmp_path / "returned", NUMELS)
+    returns.want("a", {0: 3})
+    assert returns.wanted("a") == [3, -1, -1]
+    Returns.remove(returns.folder)
+    returns.hold("a", [3, 5, 4])
+    returns.note_progress("a", 17)
+    assert (returns.held("a"), returns.wanted("a"), returns.is_current()) == (None, None, False)
+    assert list(tmp_path.iterdir()) == []

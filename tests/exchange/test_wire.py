@@ -175,32 +175,19 @@ def test_a_list_is_packed_like_a_tuple():
 
 
 def test_an_update_becomes_an_answer():
-    header = UpdateHeader(
-        run_id="run",
-        island="a",
-        incarnation=1,
-        fragment=2,
-        round=3,
-        base=4,
-        steps=5,
-        tokens=6,
-        update_id=7,
-        lease=8,
-        cursor=9,
-        numel=10,
-    )
-    assert header.to_answer() == Answer(
-        island="a",
-        incarnation=1,
-        fragment=2,
-        round=3,
-        base=4,
-        steps=5,
-        tokens=6,
-        update_id=7,
-        lease=8,
-        cursor=9,
-    )
+    shared = {
+        "island": "a",
+        "incarnation": 1,
+        "fragment": 2,
+        "round": 3,
+        "base": 4,
+        "steps": 5,
+        "tokens": 6,
+        "update_id": 7,
+        "lease": 8,
+        "cursor": 9,
+    }
+    assert UpdateHeader(run_id="run", numel=10, **shared).to_answer() == Answer(**shared)
 
 
 def test_link_messages_are_told_apart():
