@@ -150,6 +150,7 @@ class Merge:
     version: int
     parts: tuple[Part, ...]
     lr_tokens: int  # merged tokens so far: where the outer learning rate's schedule stands
+    missed: tuple[str, ...]  # islands that were asked and have no part in it, in alphabetical order
     reason: str
 
 

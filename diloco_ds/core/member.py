@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from diloco_ds.core.events import LearnerPhase, Report
 
 STEPS_OF_SILENCE = 10
 """An island is given at least this many of its own steps before its silence counts."""
+
+
+class Counts(NamedTuple):
+    """Of one island in the merges of one fragment."""
+
+    merged: int = 0  # merges it had a part in
+    missed: int = 0  # merges for which it was asked in vain
+    tokens: int = 0  # merged
+
+    def after(self, tokens: int | None) -> Counts:
+        """After one more merge, of so many of its tokens; None: it was asked in vain."""
+        if tokens is None:
+            return self._replace(missed=self.missed + 1)
+        return Counts(self.merged + 1, self.missed, self.tokens + tokens)
 
 
 @dataclass
@@ -56,6 +71,12 @@ class Member:
             tuple(report.c_tokens),
             tuple(report.base),
         )
+
+    def count(self, more: Counts) -> None:
+        """Add to its account what came of merges."""
+        self.merged += more.merged
+        self.missed += more.missed
+        self.merged_tokens += more.tokens
 
     def lease(self, least: float) -> float:
         """Seconds of silence it is allowed: `least`, or 10 of its own steps if that is longer."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from diloco_ds.core.events import Action, Membership, Part, Report
-from diloco_ds.core.member import Member
+from diloco_ds.core.member import Counts, Member
 
 
 class Roster:
@@ -77,21 +77,37 @@ class Roster:
                 _set_alive(member, False, f"silent for {now - member.last_heard:.1f} s", actions)
         return expired
 
-    def account(self, fragment: int, asked: Iterable[str], parts: Sequence[Part]) -> None:
-        """A merge of `fragment` has taken `parts`: tokens and newest merged base of each, and who was asked in vain."""
-        merged = {part.island for part in parts}
+    def account(self, fragment: int, asked: Iterable[str], parts: Sequence[Part]) -> tuple[str, ...]:
+        """A merge of `fragment` has taken `parts`: tokens and newest merged base of each. Returns who was asked in vain."""
+        missed = tuple(sorted({*asked} & self._members.keys() - {part.island for part in parts}))
         for part in parts:
             member = self._members[part.island]
-            member.merged_tokens += part.tokens
             member.merged_base[fragment] = max(member.merged_base[fragment], part.base)
-        for name in {*asked, *merged} & self._members.keys():
-            self._members[name].merged += name in merged
-            self._members[name].missed += name not in merged
+        for name, tokens in tokens_of(parts).items():
+            self._members[name].count(Counts(merged=1, tokens=tokens))
+        for name in missed:
+            self._members[name].count(Counts(missed=1))
+        return missed
+
+    def restore(self, fragment: int, merged_base: Mapping[str, int], counts: Mapping[str, Counts]) -> None:
+        """Take back what came of the merges of `fragment`, by island."""
+        for island, base in merged_base.items():
+            self.member(island).merged_base[fragment] = base
+        for island, of_it in counts.items():
+            self.member(island).count(of_it)
 
     def remove(self, island: str, reason: str, actions: list[Action]) -> None:
         """The island belongs to the run no longer."""
         del self._members[island]
         actions.append(Membership(island, False, reason))
+
+
+def tokens_of(parts: Iterable[Part]) -> dict[str, int]:
+    """Tokens of each island in a merge: it can have two parts, a late one beside a new one."""
+    tokens: dict[str, int] = {}
+    for part in parts:
+        tokens[part.island] = tokens.get(part.island, 0) + part.tokens
+    return tokens
 
 
 def _set_alive(member: Member, alive: bool, reason: str, actions: list[Action]) -> None:

@@ -58,3 +58,12 @@ class FragmentState:
     round: int = 0  # global step of its newest merge
     merged_tokens: int = 0
     kept: dict[str, Answer] = field(default_factory=dict)  # late answers under their own base, by island
+    committed: bool = True  # whether learners can see `version`
+
+    def merge(self, step: int, tokens: int) -> None:
+        """The round of global step `step` makes the next version of what was answered and kept: `tokens` in all."""
+        self.kept.clear()
+        self.version += 1
+        self.round = step
+        self.merged_tokens += tokens
+        self.committed = False

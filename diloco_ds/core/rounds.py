@@ -41,6 +41,10 @@ class Rounds:
         """The open round of `fragment`; there is one at most."""
         return next((r for r in self._open.values() if r.fragment == fragment), None)
 
+    def all_committed(self) -> bool:
+        """Whether every merge that was decided is carried out."""
+        return all(fragment.committed for fragment in self.fragments)
+
     def kept(self, fragment: int) -> dict[str, Answer]:
         """Late answers of the fragment by island."""
         return self.fragments[fragment].kept

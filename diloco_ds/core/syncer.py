@@ -6,6 +6,8 @@ replay of a tape. How a round works where the paper is silent: docs/architecture
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from diloco_ds.config import Exchange
 from diloco_ds.core.admission import refusal
 from diloco_ds.core.events import (
@@ -33,7 +35,7 @@ from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.core.grace import MovingAverage, grace_window
 from diloco_ds.core.leaving import ask_to_leave, give_up, remove_left
 from diloco_ds.core.ledger import Ledger
-from diloco_ds.core.member import STEPS_OF_SILENCE, Member
+from diloco_ds.core.member import STEPS_OF_SILENCE, Counts, Member
 from diloco_ds.core.roster import Roster
 from diloco_ds.core.round import Round
 from diloco_ds.core.rounds import Rounds
@@ -78,6 +80,7 @@ class Syncer:
                 self._receive(event, now, actions)
             case Merged():
                 self._sync_time.add(event.seconds)
+                self._rounds.fragments[event.fragment].committed = True
                 self.ledger.merged(event.fragment, event.version)
             case Tick():
                 self._estimate_global_tokens()
@@ -137,13 +140,19 @@ class Syncer:
         return None if deadline == float("inf") else deadline
 
     def restore(
-        self, fragment: int, *, version: int, round: int, merged_tokens: int, merged_base: dict[str, int]
+        self,
+        fragment: int,
+        *,
+        version: int,
+        round: int,
+        merged_tokens: int,
+        merged_base: Mapping[str, int],
+        counts: Mapping[str, Counts],
     ) -> None:
         """Take back, before the first event, what the store says of a fragment: all that must not be forgotten."""
         state = self._rounds.fragments[fragment]
         state.version, state.round, state.merged_tokens = version, round, merged_tokens
-        for island, base in merged_base.items():
-            self._roster.member(island).merged_base[fragment] = base
+        self._roster.restore(fragment, merged_base, counts)
         self._global_step = max(self._global_step, round)
         self._next = self._layout.next_step(self._global_step)
         self._global_tokens = max(self._global_tokens, self.merged_tokens)
@@ -196,7 +205,8 @@ class Syncer:
         while self._can_open():
             self._estimate_global_tokens()
             if self._global_tokens >= self._budget:
-                self._start_drain(now, actions)
+                if self._rounds.all_committed():  # else last answers would start from a version just merged
+                    self._start_drain(now, actions)
                 return
             self._open(now, actions)
 
@@ -308,15 +318,12 @@ class Syncer:
             for (a, late), weight in zip(chosen, weights, strict=True)
         )
         lr_tokens = self.merged_tokens
-        state.kept.clear()
-        state.version += 1
-        state.round = round_.step
-        state.merged_tokens += sum(part.tokens for part in parts)
-        self._roster.account(round_.fragment, round_.asked, parts)
+        state.merge(round_.step, sum(part.tokens for part in parts))
+        missed = self._roster.account(round_.fragment, round_.asked, parts)
         self.ledger.merging(round_.fragment, state.version, parts)
         shares = ", ".join(f"{p.island} {p.weight:.2f}{' (late)' if p.late else ''}" for p in parts)
         reason = f"{reason}: {shares}"
-        actions.append(Merge(round_.fragment, round_.step, state.version, parts, lr_tokens, reason))
+        actions.append(Merge(round_.fragment, round_.step, state.version, parts, lr_tokens, missed, reason))
 
     # ---- the end of the run ----
 
@@ -370,8 +377,6 @@ class Syncer:
         """How far an island may be ahead for pacing: no burst of rounds pays back steps made while none could open."""
         return self._next - 1 + self._in_flight
 
-    # ---- small things ----
-
     @property
     def _next_fragment(self) -> int:
         fragment = self._layout.fragment_at(self._next)
@@ -389,5 +394,5 @@ class Syncer:
     def _waiting_for(self) -> str:
         if self._rounds or self._phase != "run":
             return ""
-        ready, quorum = self._roster.ready(self._next), self._exchange.quorum
-        return f"{ready} of a quorum of {quorum} have reached step {self._next}"
+        ready = self._roster.ready(self._next)
+        return f"{ready} of a quorum of {self._exchange.quorum} have reached step {self._next}"

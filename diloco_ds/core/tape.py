@@ -2,7 +2,7 @@
 
 One record is one line of JSON that ends with the CRC-32 of what stands before it:
 
-    {"tape":2,"run_id":"4f1c","layout":"9b0e...","generation":1,"state":{},"crc":"5c1d0a3e"}
+    {"tape":3,"run_id":"4f1c","layout":"9b0e...","generation":1,"state":{},"crc":"5c1d0a3e"}
     {"at":12.5,"kind":"Want","value":{"island":"a","fragment":3,...},"crc":"0b77e1f2"}
 
 Each generation of the syncer begins with a header. Floats are written so that they are read back exactly. A
@@ -20,7 +20,7 @@ from typing import Any, get_args
 from diloco_ds.core.events import Action, Event, Merge, Part
 from diloco_ds.errors import UserError
 
-VERSION = 2
+VERSION = 3
 
 _CRC = b',"crc":"'
 _TYPES: dict[str, Any] = {cls.__name__: cls for cls in (*get_args(Event), *get_args(Action))}

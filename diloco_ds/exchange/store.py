@@ -23,6 +23,7 @@ import torch
 
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.core.lease import Position
+from diloco_ds.core.member import Counts
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.fragment_box import FragmentBox
@@ -30,7 +31,7 @@ from diloco_ds.exchange.space import private_folder, require_space
 from diloco_ds.exchange.wire import ThetaHeader
 from diloco_ds.rundir import write_atomically
 
-_MARK_CAPACITY = 16 * 1024
+_MARK_CAPACITY = 32 * 1024
 """Bytes for the header of a fragment: room for the marks of some hundred islands."""
 
 
@@ -45,6 +46,9 @@ class Mark:
     merged: dict[str, int] = field(default_factory=dict)  # per island: the base of its last merged update
     scalars: dict[str, float] = field(default_factory=dict)  # of the outer optimizer, such as Adam's step
     cursors: dict[str, Position] = field(default_factory=dict)  # per island: data its merged updates had read
+    counts: dict[str, Counts] = field(
+        default_factory=dict
+    )  # per island: its part in the merges of this fragment
 
     def to_json(self) -> dict[str, Any]:
         """As JSON takes it; `from_json` gives it back."""
@@ -53,8 +57,9 @@ class Mark:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Mark:
         """The mark that `to_json` wrote; TypeError for anything else."""
-        cursors = {island: (lease, cursor) for island, (lease, cursor) in value.get("cursors", {}).items()}
-        return cls(**{**value, "cursors": cursors})
+        cursors = {island: (lease, cursor) for island, (lease, cursor) in value["cursors"].items()}
+        counts = {island: Counts(*of_it) for island, of_it in value["counts"].items()}
+        return cls(**{**value, "cursors": cursors, "counts": counts})
 
 
 class Store:

@@ -95,7 +95,6 @@ class LiveSyncer:
         )
         self._saver = Saver(parts.run, parts.config, parts.store, parts.tape, self._facts, self._account.tell)
         self._orders: dict[str, Orders | None] = {}
-        self._asked: dict[int, set[str]] = {}  # by round
         self._opened: dict[int, float] = {}  # by round
         self._base_lr = parts.config.exchange.outer.args.get("lr")
         self._stop_reason: str | None = None
@@ -224,7 +223,6 @@ class LiveSyncer:
     def _carry_out(self, action: Action, event: Event) -> None:
         match action:
             case Want():
-                self._asked.setdefault(action.round, set()).add(action.island)
                 self._opened.setdefault(action.round, time.monotonic())
             case Keep():
                 base = self._store.theta_of(action.fragment, action.base)
@@ -273,7 +271,6 @@ class LiveSyncer:
         self._account.merged(
             action,
             view,
-            self._asked.get(action.round, set()),
             norm=outer.norm,
             outer_lr=None if self._base_lr is None else outer.lr_scale * self._base_lr,
             grace_s=view.grace,
@@ -294,7 +291,6 @@ class LiveSyncer:
                 self._payloads.clear(p)
 
     def _forget_round(self, round_: int) -> None:
-        self._asked.pop(round_, None)
         self._opened.pop(round_, None)
 
     def _write_orders(self) -> None:

@@ -58,8 +58,8 @@ class Account:
                 "drop", f"{island}: {reason}; more of this kind ({kind}) are only counted", island=island
             )
 
-    def merged(self, action: Merge, view: View, asked: set[str], **measured: float | None) -> None:
-        """A merge is committed; `asked` are the islands that could contribute to its round."""
+    def merged(self, action: Merge, view: View, **measured: float | None) -> None:
+        """A merge is committed."""
         self.merges += 1
         parts = [
             {
@@ -84,7 +84,7 @@ class Account:
             global_step=view.global_step,
             tokens=view.merged_tokens,
             alive=sum(island.alive for island in view.islands.values()),
-            eligible=len(asked | contributors),
+            eligible=len(contributors) + len(action.missed),
             merged=len(contributors),
             token_share=min(view.merged_tokens / trained, 1.0) if trained else None,
             parts=parts,

@@ -129,6 +129,7 @@ def restored_core(
             round=mark.round,
             merged_tokens=mark.tokens,
             merged_base=mark.merged,
+            counts=mark.counts,
         )
     core.ledger.restore(state["ledger"], [mark.cursors for mark in marks])
     return core

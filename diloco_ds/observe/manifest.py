@@ -28,7 +28,7 @@ PACKAGES = (
 """Distributions whose versions are recorded; one that is not installed is recorded as null."""
 
 
-FORMAT = 2
+FORMAT = 3
 """Of a run directory and its shared memory. 1: without a ledger of the data."""
 
 

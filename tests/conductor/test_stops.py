@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import threading
 
 import pytest
 
@@ -13,7 +15,9 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @pytest.fixture(autouse=True)
 def same_signals():
     handlers = [signal.getsignal(number) for number in NUMBERS]
+    hook = sys.unraisablehook
     yield
+    sys.unraisablehook = hook
     for number, handler in zip(NUMBERS, handlers, strict=True):
         signal.signal(number, handler)
 
@@ -39,3 +43,39 @@ def test_nohup_keeps_its_meaning():
     stops = Stops()
     os.kill(os.getpid(), signal.SIGHUP)
     assert stops.count == 0
+
+
+class Interrupted:
+    """Raises KeyboardInterrupt where Python drops it: in a destructor."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_that_python_drops_is_made_up_for(capsys):
+    stops = Stops()
+    Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        threading.Event().wait(60)
+    assert stops.count == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_dropped_just_before_the_run_begins_is_counted_once():
+    stops = Stops()
+    Interrupted()
+    stops.interrupting = False
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
+    assert stops.count == 1
+
+
+def test_other_errors_in_destructors_are_shown_as_ever(capsys):
+    class Broken:
+        def __del__(self):
+            raise ValueError("shown")
+
+    Stops()
+    Broken()
+    assert "ValueError: shown" in capsys.readouterr().err

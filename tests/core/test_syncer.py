@@ -13,6 +13,7 @@ from diloco_ds.config import Adoption, Exchange, Grace, Merge
 from diloco_ds.core import events as ev
 from diloco_ds.core.fragments import TensorSpec, balance
 from diloco_ds.core.learner import LearnerClock
+from diloco_ds.core.member import Counts
 from diloco_ds.core.syncer import Syncer
 from diloco_ds.sim.learner import SimLearner, Speed, Wire
 from diloco_ds.sim.world import World
@@ -207,15 +208,33 @@ def test_an_old_incarnation_is_not_heard():
     assert syncer.view().islands["a"].step == 5
 
 
+def test_the_run_drains_only_when_the_last_merge_is_there_to_be_adopted():
+    """Else the last answers would still start from the version that it has merged, and count for nothing."""
+    syncer = syncer_of(quorum=1, overlap=1, islands=("a",), budget=20, grace=Grace(safety=0.0))
+    (want,) = of(ev.Want, syncer.step(report("a", 1), 0.0))
+    syncer.step(report("a", 2), 0.1)  # 20 tokens in hand
+    actions = syncer.step(answer("a", want.fragment, want.round, 0, 2), 0.2)
+    (merge,) = of(ev.Merge, actions)
+    assert (of(ev.Phase, actions), syncer.orders("a").phase) == ([], "run")
+    syncer.step(ev.Tick(), 0.3)
+    assert syncer.orders("a").phase == "run"
+    (phase,) = of(ev.Phase, syncer.step(ev.Merged(want.fragment, merge.round, merge.version, 0.1), 0.4))
+    assert phase.phase == syncer.orders("a").phase == "drain"
+
+
 def test_after_a_restart_a_merged_answer_is_not_merged_again():
     syncer = syncer_of(quorum=1)
     for p in range(2):
-        syncer.restore(p, version=4, round=9, merged_tokens=100, merged_base={"a": 3})
+        counts = {"a": Counts(merged=4, missed=1, tokens=90), "b": Counts(missed=2)}
+        syncer.restore(p, version=4, round=9, merged_tokens=100, merged_base={"a": 3}, counts=counts)
     syncer.step(report("a", 12, base=(3, 3)), 0.0)
     (drop,) = of(ev.Drop, syncer.step(answer("a", 0, 9, 3, 2), 0.1))
     assert "merged already" in drop.reason
     assert syncer.global_step >= 9
     assert syncer.merged_tokens == 100
+    islands = syncer.view().islands
+    assert (islands["a"].merged, islands["a"].missed, islands["a"].token_share) == (8, 2, 0.9)
+    assert (islands["b"].merged, islands["b"].missed) == (0, 4)
 
 
 def test_a_long_outage_of_the_syncer_is_not_paid_back_in_a_burst():

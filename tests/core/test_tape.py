@@ -17,7 +17,10 @@ ENTRIES = (
     Entry(0.1, events.Joined("a")),
     Entry(0.2, events.Report("a", 1, "running", 3, 96, 0.25, (3, 1), (96, 32), (0, 2))),
     Entry(0.2, events.Want("a", 1, 3, "ready")),
-    Entry(1 / 3, events.Merge(1, 3, 3, (events.Part("a", 5, 2, 1, 32, 1.0, False),), 44, "1 of 1: 'ä'\n")),
+    Entry(
+        1 / 3,
+        events.Merge(1, 3, 3, (events.Part("a", 5, 2, 1, 32, 1.0, False),), 44, ("b",), "1 of 1: 'ä'\n"),
+    ),
 )
 
 
@@ -40,6 +43,7 @@ PLAIN = {
     "float": st.floats(allow_nan=False),
     "str": st.text(),
     "bool": st.booleans(),
+    "tuple[str, ...]": st.lists(st.text(), max_size=3).map(tuple),
     "Sequence[int]": st.lists(st.integers(-1, 2**50)).map(tuple),
     "LearnerPhase": st.sampled_from(get_args(events.LearnerPhase)),
     "RunPhase": st.sampled_from(get_args(events.RunPhase)),
@@ -147,7 +151,7 @@ def test_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(tape, "VERSION", 9)
     data = taped(HEADER)
     monkeypatch.undo()
-    with pytest.raises(TapeError, match="a tape of format 9, this program reads format 2"):
+    with pytest.raises(TapeError, match="a tape of format 9, this program reads format 3"):
         read(data)
 
 

@@ -204,7 +204,7 @@ def other_header(run, **changes):
     ("changes", "message"),
     [
         ({"run_id": "other"}, "of run other, not of"),
-        ({"tape": 1}, "of format 1, this program reads format 2"),
+        ({"tape": 1}, "of format 1, this program reads format 3"),
     ],
 )
 def test_another_run_or_version_is_refused(copy, capsys, changes, message):
