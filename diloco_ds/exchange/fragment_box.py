@@ -14,19 +14,25 @@ Versions rise for the life of a run. A writer that starts over goes on above eve
     payload    per fragment: 2 x fp32[numel], each on a page boundary, as registering it with a GPU needs
 
 The file is sparse: a slot that was never written takes no memory.
+
+Payloads are given as tensors or as bytes. torch is imported with the first tensor only: the processes that just carry
+bytes (links) or look at headers (supervisors) start, and start again, in a fraction of the time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.mapping import WORD, aligned, create_mapped_file, fence, map_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MAGIC = int.from_bytes(b"DDS-BOX\0", "little")
 _FORMAT = 1
@@ -49,7 +55,8 @@ class FragmentBox:
             raise UserError(f"{path}: damaged: its size does not fit its fragments; remove it")
         control = _control_start(count)
         self._control = [(control + p * _control_size(self.meta_capacity)) // WORD for p in range(count)]
-        self._slots = self._payload_views(control + count * _control_size(self.meta_capacity))
+        self._starts = _payload_starts(control + count * _control_size(self.meta_capacity), self.numels)
+        self._tensors: dict[tuple[int, int], Tensor] = {}  # by fragment and slot, made when first asked for
 
     @classmethod
     def create(cls, path: Path, numels: Sequence[int], meta_capacity: int) -> FragmentBox:
@@ -74,7 +81,7 @@ class FragmentBox:
     @property
     def address(self) -> int:
         """Address of the whole mapping, page-aligned; with `nbytes` what cudaHostRegister takes."""
-        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     @property
     def nbytes(self) -> int:
@@ -92,11 +99,17 @@ class FragmentBox:
         fence()
         return self._slot_of(fragment, version) is not None
 
-    def payload(self, fragment: int, version: int) -> torch.Tensor | None:
+    def payload(self, fragment: int, version: int) -> Tensor | None:
         """fp32[numel] view of the slot that holds `version`, or None if it was overwritten or never there."""
         slot = self._slot_of(fragment, version)
         fence()
-        return None if slot is None else self._slots[fragment][slot]
+        return None if slot is None else self._tensor(fragment, slot)
+
+    def payload_bytes(self, fragment: int, version: int) -> memoryview | None:
+        """As `payload`, a view of 4 * numel bytes."""
+        slot = self._slot_of(fragment, version)
+        fence()
+        return None if slot is None else self._bytes(fragment, slot)
 
     def meta(self, fragment: int, version: int) -> bytes | None:
         """The header bytes committed with `version`, or None if it was overwritten or never there."""
@@ -150,11 +163,20 @@ class FragmentBox:
 
     # Writing
 
-    def begin(self, fragment: int) -> torch.Tensor | None:
+    def begin(self, fragment: int) -> Tensor | None:
         """The slot to fill, fp32[numel], or None while a reader has it pinned. The older version goes.
 
         Called again before `commit` it gives the same slot; what was filled in before may lie there.
         """
+        slot = self._begin(fragment)
+        return None if slot is None else self._tensor(fragment, slot)
+
+    def begin_bytes(self, fragment: int) -> memoryview | None:
+        """As `begin`, a view of 4 * numel bytes."""
+        slot = self._begin(fragment)
+        return None if slot is None else self._bytes(fragment, slot)
+
+    def _begin(self, fragment: int) -> int | None:
         control = self._control[fragment]
         slot = self._free_slot(fragment)
         word = self._slot_word(fragment, slot)
@@ -171,15 +193,15 @@ class FragmentBox:
             self._words[control + _CLAIM] = 0
         fence()
         failpoint("box.begun")
-        return self._slots[fragment][slot]
+        return slot
 
     def at_rest(self, fragment: int) -> bool:
         """Whether both slots hold a whole version: nobody has begun to fill one."""
         return min(self._version(fragment, 0), self._version(fragment, 1)) >= 0
 
-    def begun(self, fragment: int) -> torch.Tensor:
+    def begun(self, fragment: int) -> Tensor:
         """The slot that another process has begun, for those who fill a part of it; RuntimeError without."""
-        return self._slots[fragment][self._begun_slot(fragment)]
+        return self._tensor(fragment, self._begun_slot(fragment))
 
     def commit(self, fragment: int, version: int, meta: bytes) -> None:
         """Make the begun slot the newest version, with `meta` as its header. All its payload must be written.
@@ -229,17 +251,19 @@ class FragmentBox:
     def _meta_start(self, fragment: int, slot: int) -> int:
         return (self._control[fragment] + _CONTROL_WORDS) * WORD + slot * aligned(self.meta_capacity, WORD)
 
-    def _payload_views(self, control_end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        views, start = [], aligned(control_end)
-        for numel in self.numels:
-            step = aligned(4 * numel)
-            first, second = (
-                torch.frombuffer(self._mapping, dtype=torch.float32, count=numel, offset=offset)
-                for offset in (start, start + step)
-            )
-            views.append((first, second))
-            start += 2 * step
-        return views
+    def _bytes(self, fragment: int, slot: int) -> memoryview:
+        start = self._starts[fragment][slot]
+        return memoryview(self._mapping)[start : start + 4 * self.numels[fragment]]
+
+    def _tensor(self, fragment: int, slot: int) -> Tensor:
+        import torch
+
+        key = fragment, slot
+        if key not in self._tensors:
+            start, numel = self._starts[fragment][slot], self.numels[fragment]
+            values = torch.frombuffer(self._mapping, dtype=torch.float32, count=numel, offset=start)
+            self._tensors[key] = values
+        return self._tensors[key]
 
 
 def _control_start(fragments: int) -> int:
@@ -248,3 +272,12 @@ def _control_start(fragments: int) -> int:
 
 def _control_size(meta_capacity: int) -> int:
     return aligned(_CONTROL_WORDS * WORD + 2 * aligned(meta_capacity, WORD), 64)
+
+
+def _payload_starts(control_end: int, numels: Sequence[int]) -> list[tuple[int, int]]:
+    starts, start = [], aligned(control_end)
+    for numel in numels:
+        step = aligned(4 * numel)
+        starts.append((start, start + step))
+        start += 2 * step
+    return starts

@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from diloco_ds.exchange.channel import Channel, Transfer
 from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.fragment_box import FragmentBox
@@ -84,10 +82,11 @@ class FragmentSender:
 
     def _begin(self, accept: Accept) -> _Outgoing:
         fragment, version = accept.fragment, accept.version
-        payload = self._source.payload(fragment, version)
-        if payload is not None and self._pin and not self._source.pin(fragment, version):
-            payload = None
-        data = None if payload is None else _as_bytes(payload[: self._numels[fragment]])
+        data = self._source.payload_bytes(fragment, version)
+        if data is not None and self._pin and not self._source.pin(fragment, version):
+            data = None
+        if data is not None:
+            data = data[: 4 * self._numels[fragment]]
         failpoint("link.sending")
         chunks = -(-4 * self._numels[fragment] // self._chunk)
         return _Outgoing(self._channel, self._source, fragment, version, data, self._chunk, chunks)
@@ -208,13 +207,13 @@ class FragmentReceiver:
             if offer.version <= self._destination.version(fragment):
                 del self._offers[fragment]
                 continue
-            slot = self._destination.begin(fragment)
+            slot = self._destination.begin_bytes(fragment)
             if slot is None:  # a reader has it pinned: its turn comes
                 continue
             del self._offers[fragment]
             self._channel.send_message(Accept(fragment, offer.version).pack())
             failpoint("link.receiving")
-            return _Incoming(self._channel, offer, _as_bytes(slot), self._chunk)
+            return _Incoming(self._channel, offer, slot, self._chunk)
         return None
 
     def _finish(self, received: _Incoming) -> None:
@@ -262,7 +261,3 @@ class _Incoming:
         expected_trailer = _TRAILER.pack(self.offer.fragment, self.offer.version, len(self.data) // 4)
         self.whole &= self.trailer.nbytes == _TRAILER.size and bytes(self.trailer_bytes) == expected_trailer
         return True
-
-
-def _as_bytes(values: torch.Tensor) -> memoryview:
-    return values.numpy().data.cast("B")

@@ -11,8 +11,9 @@ import torch
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.core.returning import Origin, first_version, in_words
 from diloco_ds.errors import UserError
+from diloco_ds.exchange.gathering import Returned, gather
 from diloco_ds.exchange.intake import open_intake
-from diloco_ds.exchange.returns import Returned, Returns, gather
+from diloco_ds.exchange.returns import Returns
 from diloco_ds.exchange.store import Mark
 from diloco_ds.rundir import SharedMemory
 

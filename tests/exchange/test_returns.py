@@ -7,8 +7,9 @@ import pytest
 import torch
 from played_link import IDENTITY, NUMELS, Ends, InProcessChannel
 
+from diloco_ds.exchange.gathering import gather
 from diloco_ds.exchange.link_ends import agent_link, proxy_link
-from diloco_ds.exchange.returns import Returner, Returns, gather
+from diloco_ds.exchange.returns import Returner, Returns
 from diloco_ds.exchange.traffic import Traffic
 
 CHUNK = 64

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from diloco_ds.core.fragments import TensorSpec, balance
 from diloco_ds.core.returning import VERSION_GAP, Origin
+from diloco_ds.exchange.gathering import Returned
 from diloco_ds.exchange.recovery import Recovery
-from diloco_ds.exchange.returns import Returned
 from diloco_ds.exchange.store import Mark, Store
 from diloco_ds.exchange.syncer_checkpoint import (
     BadCheckpoint,
