@@ -83,7 +83,7 @@ class Restarts:
         self,
         shortest_s: float = 1.0,
         longest_s: float = 30.0,
-        healthy_after_s: float = 60.0,
+        healthy_after_s: float = 10.0,
         give_up_after: int = 10,
     ) -> None:
         self._shortest_s, self._longest_s = shortest_s, longest_s

@@ -98,7 +98,7 @@ def test_weights_and_momentum_are_what_the_tape_says(play):
     assert verdict["identical"], verdict
     assert verdict["weights"]["fragments"] == 4
     assert verdict["weights"]["against"].startswith("checkpoints/syncer/")
-    assert verdict["generations"] >= 9
+    assert verdict["generations"] >= 8
 
 
 def test_nothing_is_left_over(play):

@@ -1,4 +1,6 @@
-"""Stop and go on: momentum to the bit, learning rate without a break, whatever ended the run before."""
+"""Stop and go on: momentum to the bit, learning rate without a break, whatever ended the run before and whatever shape
+its islands have now.
+"""
 
 import json
 import re
@@ -7,6 +9,7 @@ import time
 
 import pytest
 import torch
+import yaml
 from live_run import kill, live_run
 from safetensors import safe_open
 
@@ -27,7 +30,7 @@ def run(tmp_path):
     settings = {
         "budget": {"tokens": BUDGET},
         "deepspeed": {"gradient_accumulation_steps": 4},
-        "trainer": {"warmup_tokens": WARMUP},
+        "trainer": {"warmup_tokens": WARMUP, "least_step_s": 0.25},
         "syncer": {"checkpoint_every_s": 3.0, "keep_checkpoints": 10},  # none goes while it is compared
     }
     with live_run(tmp_path, **settings) as run:
@@ -72,6 +75,32 @@ def assert_learning_rate_has_no_break(run) -> None:
         assert {record["incarnation"] for record in run.steps(name)} >= {1, 2, 3, 4}
 
 
+def go_on_in_another_shape(run) -> None:
+    """Island a with two ranks, b at ZeRO stage 3, and a new island c."""
+    root, written, stopped = str(run.dir.root), run.dir.config.read_bytes(), run.status().tokens
+    assert "joins when the run goes on" in run.command("join", root, "--island", "c").stdout
+    before = len(run.records("event", event="started"))
+    run.train("--resume", root, "islands.a.ranks=2", "islands.b.deepspeed.zero_optimization.stage=3")
+    run.until_merged_again("a", "b", "c")
+    started = {
+        record["island"]: record
+        for record in run.records("event", event="started")[before:]
+        if record.get("role") == "learner"
+    }
+    shape = "written by ranks 1, expert_parallel 1, zero_stage 1, precision bfloat16"
+    for island in "ab":
+        assert started[island]["reason"].startswith("weights and optimizer moments of its checkpoint")
+        assert started[island]["reason"].endswith(shape)
+    assert started["a"]["ranks"] == 2
+    assert "there is no own checkpoint" in started["c"]["reason"]
+    assert run.status().tokens > stopped
+    assert run.dir.config.read_bytes() == written
+    changes = yaml.safe_load((run.dir.changes / "0001.yaml").read_text())
+    assert changes["settings"] == ["islands.a.ranks=2", "islands.b.deepspeed.zero_optimization.stage=3"]
+    (told,) = run.records("event", event="settings_changed")
+    assert "islands.a.ranks: 1 -> 2" in told["reason"]
+
+
 def test_stopped_killed_and_finished(run):
     run.train()
     run.until_merged_again("a", "b", since=0.0)
@@ -99,6 +128,9 @@ def test_stopped_killed_and_finished(run):
         assert first["step"] > clocks[name]["step"]
         assert first["tokens"] > clocks[name]["tokens"]
     run.until(lambda: run.status().tokens > merged, "more is merged")
+    alive = run.command("train", "--resume", str(run.dir.root), "islands.a.ranks=2")
+    assert alive.returncode == 2
+    assert "settings change while it is stopped" in alive.stderr
 
     kill(run.conductor.pid)
     run.conductor.wait()
@@ -109,8 +141,7 @@ def test_stopped_killed_and_finished(run):
     second = newest_checkpoint(run.dir)
     assert json.loads((second / "state.json").read_text())["tokens"] > merged
 
-    run.resume()
-    run.until_merged_again("a", "b")
+    go_on_in_another_shape(run)
     everything = [*run.processes(), run.conductor]
     for process in everything:
         process.send_signal(signal.SIGSTOP)  # all of them in one moment, as when a host dies

@@ -27,6 +27,7 @@ def case(
     experts_on=1,
     zero=None,
     activation_checkpointing=False,
+    compiled=False,
     checks=("exchange",),
 ):
     """One kind of island and what is checked of it: functions of engine_ranks.py. `model`: of engine_island.MODELS."""
@@ -49,6 +50,7 @@ def case(
         "name": f"zero{stage}-{precision}{name}",
         "loss_tolerance": tolerance,
         "activation_checkpointing": activation_checkpointing,
+        "compiled": compiled,
         "checks": list(checks),
         "deepspeed": deepspeed,
     }

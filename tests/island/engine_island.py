@@ -97,7 +97,11 @@ class Island:
             for tensor, _ in module.named_parameters()
         ]
         self.divided = case["deepspeed"].get("expert_parallel", {}).get("autoep_size", 1)
-        trainer = config.Trainer(loss_chunk=11, activation_checkpointing=case["activation_checkpointing"])
+        trainer = config.Trainer(
+            loss_chunk=11,
+            activation_checkpointing=case["activation_checkpointing"],
+            compile=case["compiled"],
+        )
         initial = initial_weights(self.model, directory / f"init-{case['model']}-{seed}")
         self.engine = Engine.start(initial, case["deepspeed"], trainer, self.layout, seed=0)
         self.model = self.engine._engine.module.model

@@ -21,6 +21,9 @@ CASES = [
 ]
 
 
+COMPILED = case(1, "bf16", "-compiled", compiled=True)
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
 def seen(request, tmp_path_factory):
     """What each rank saw of each case: [rank][case][check]."""
@@ -30,3 +33,8 @@ def seen(request, tmp_path_factory):
 @pytest.mark.parametrize("name", [case["name"] for case in CASES])
 def test_what_every_rank_expects_of_the_engine_holds(seen, name):
     assert_all_held(seen, name)
+
+
+def test_a_compiled_model_is_no_other(tmp_path):
+    """Compiling takes longer than all the rest: one case, one rank."""
+    assert_all_held(run_ranks([COMPILED], 1, tmp_path), COMPILED["name"])
