@@ -26,6 +26,7 @@ _MAY_CHANGE = (
         "trainer.activation_checkpointing",
         "trainer.compile",
         "trainer.least_step_s",
+        "trainer.moments_within_s",
     ),
     *("syncer.checkpoint_every_s", "syncer.keep_checkpoints", "syncer.threads"),
 )

@@ -88,9 +88,7 @@ class TextSource(Block):
         description="Column that holds the text, or columns to join; a column of lists of strings makes a line of each.",
     )
     heldout_every: int | None = Field(
-        None,
-        ge=2,
-        description="Every n-th document (0, n, 2n, ...) is held out: evaluated, never trained on.",
+        None, ge=2, description="Every n-th document (0, n, ...) is held out: evaluated, never trained on."
     )
     heldout_files: str | None = Field(
         None,
@@ -147,16 +145,10 @@ class Grace(Block):
     """The adaptive grace window (Eq. 3 of the paper)."""
 
     safety: float = Field(
-        0.8,
-        ge=0,
-        lt=1,
-        description="gamma: share of the slack spent waiting for more learners; 0 = no grace.",
+        0.8, ge=0, lt=1, description="gamma: share of the slack spent on waiting for others; 0 = no grace."
     )
     smoothing: float = Field(
-        0.15,
-        gt=0,
-        le=1,
-        description="Weight of the newest sample in the moving averages of the step and sync times.",
+        0.15, gt=0, le=1, description="Weight of the newest sample in the averages of step and sync times."
     )
 
 
@@ -292,6 +284,12 @@ class Trainer(Block):
         0, ge=0, description="Global tokens over which the learning rate rises from 0."
     )
     checkpoint_every_s: float = Field(120.0, gt=0, description="Seconds between an island's own checkpoints.")
+    moments_within_s: float = Field(
+        30.0,
+        ge=0,
+        description="Seconds that a learner without optimizer moments of its own waits for each portion of a peer's, "
+        "stretched to 10 of the peer's steps, before it starts with fresh ones. 0: it does not ask.",
+    )
     loss_chunk: Positive = Field(
         4096, description="Tokens for which the loss over the vocabulary is computed at a time."
     )

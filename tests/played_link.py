@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from diloco_ds.core.events import Orders, Report
@@ -56,14 +57,20 @@ def theta_header(version, run_id="run", extra=IN_STORE):
 class Ends:
     """Both ends of an island's exchange, and a link between them that can be cut and made anew."""
 
-    def __init__(self, root: Path) -> None:
-        self.island = Mailbox.create(root / "a.island", NUMELS, inbox=True)
-        self.syncer = Mailbox.create(root / "a.syncer", NUMELS, inbox=False)
-        self.theta = FragmentBox.create(root / "theta", [n + STATE for n in NUMELS], META_CAPACITY)
+    def __init__(self, root: Path, name: str = "a") -> None:
+        self.identity = replace(IDENTITY, island=name)
+        self.island = Mailbox.create(root / f"{name}.island", NUMELS, inbox=True)
+        self.syncer = Mailbox.create(root / f"{name}.syncer", NUMELS, inbox=False)
+        theta = root / "theta"
+        numels = [n + STATE for n in NUMELS]
+        self.theta = (
+            FragmentBox.open(theta) if theta.exists() else FragmentBox.create(theta, numels, META_CAPACITY)
+        )
         self.relink()
 
-    def relink(self, proxy_identity=IDENTITY, agent_identity=IDENTITY):
+    def relink(self, proxy_identity=None, agent_identity=None):
         """What a killed link leaves is in the boxes; the new one knows nothing else."""
+        proxy_identity, agent_identity = proxy_identity or self.identity, agent_identity or self.identity
         one, other = InProcessChannel.pair()
         self.proxy = proxy_link(one, self.syncer, self.theta, proxy_identity, chunk=CHUNK)
         self.agent = agent_link(other, self.island, agent_identity, chunk=CHUNK)

@@ -42,6 +42,11 @@ class Report:
     cursor: int = 0  # blocks of it that were trained on
     reserve: int = 0  # blocks that this incarnation trained on without a lease
     step_blocks: int = 0  # blocks of one step, 0 = not known yet, or a run without data
+    gives: int = 0  # 1 = its optimizer has moments that another island could go on from
+    asks: int = (
+        0  # number of its request for the moments of a peer, rising within an incarnation; 0 = it needs none
+    )
+    portion: int = 0  # of the moments, that it asks for (core/portions.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +231,39 @@ class GiveBack:
     reason: str
 
 
-Action = Want | Merge | Keep | Drop | Skip | Membership | Phase | Grant | GiveBack
+@dataclass(frozen=True, slots=True)
+class NameGiver:
+    """`giver` gives its optimizer's moments to `island`, which starts without any; '' = nobody does."""
+
+    island: str
+    giver: str
+    reason: str
+
+
+Action = Want | Merge | Keep | Drop | Skip | Membership | Phase | Grant | GiveBack | NameGiver
+
+
+@dataclass(frozen=True, slots=True)
+class Gift:
+    """What an island shall give of its optimizer's moments: to whom, for which of its requests, which portion."""
+
+    island: str = ""
+    incarnation: int = 0  # of that island
+    request: int = 0  # 0 = nothing is to be given
+    portion: int = 0
+    clock: tuple[int, ...] = ()  # per fragment: the version that must have been adopted before
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who gives moments to an island that has asked for them; as long as `incarnation` is not its own, that is open."""
+
+    incarnation: int = 0  # of the island that asked
+    name: str = ""  # of the giver, '' = nobody gives
+    giver_incarnation: int = 0
+    step_time: float = 0.0  # seconds, of the giver: it gives at its step boundaries
+    clock: tuple[int, ...] = ()  # per fragment: what the giver has adopted at least when it gives
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,3 +278,5 @@ class Orders:
     want: tuple[int, ...]  # per fragment: the round an answer is wanted for, 0 = none yet
     reader: int = 0  # incarnation that may read `leases`
     leases: tuple[int, ...] = ()  # number, start and size of each lease not read to its end (core/lease.py)
+    peer: Peer = Peer()
+    gift: Gift = Gift()

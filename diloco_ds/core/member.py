@@ -44,6 +44,9 @@ class Member:
     c_steps: tuple[int, ...] = ()
     c_tokens: tuple[int, ...] = ()
     base: tuple[int, ...] = ()
+    gives: int = 0  # as in Report, like the next two
+    asks: int = 0
+    portion: int = 0
     want: list[int] = field(default_factory=list)  # per fragment: newest round asked for
     merged_base: list[int] = field(default_factory=list)  # per fragment: newest base merged, -1 none
     merged: int = 0  # rounds it was merged in
@@ -66,6 +69,7 @@ class Member:
         self.last_heard = now
         self.silent = False
         self.step, self.tokens, self.step_time = report.step, report.tokens, report.step_time
+        self.gives, self.asks, self.portion = report.gives, report.asks, report.portion
         self.c_steps, self.c_tokens, self.base = (
             tuple(report.c_steps),
             tuple(report.c_tokens),

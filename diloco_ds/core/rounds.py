@@ -45,6 +45,10 @@ class Rounds:
         """Whether every merge that was decided is carried out."""
         return all(fragment.committed for fragment in self.fragments)
 
+    def versions(self) -> tuple[int, ...]:
+        """The newest version of every fragment."""
+        return tuple(fragment.version for fragment in self.fragments)
+
     def kept(self, fragment: int) -> dict[str, Answer]:
         """Late answers of the fragment by island."""
         return self.fragments[fragment].kept

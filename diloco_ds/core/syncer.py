@@ -32,6 +32,7 @@ from diloco_ds.core.events import (
     Want,
 )
 from diloco_ds.core.fragments import FragmentLayout
+from diloco_ds.core.givers import Givers
 from diloco_ds.core.grace import MovingAverage, grace_window
 from diloco_ds.core.leaving import ask_to_leave, give_up, remove_left
 from diloco_ds.core.ledger import Ledger
@@ -58,6 +59,7 @@ class Syncer:
         self._budget = budget
         self._in_flight = max(1, exchange.overlap)
         self._roster = Roster(layout.fragments, lease)
+        self._givers = Givers(self._roster)
         self._rounds = Rounds(layout.fragments, exchange.quorum)
         self.ledger = Ledger(layout.fragments, layout.period, epoch_blocks)
         """Who reads which blocks."""
@@ -119,6 +121,8 @@ class Syncer:
             want=tuple(member.want),
             reader=reader,
             leases=leases,
+            peer=self._givers.peer(island),
+            gift=self._givers.gift(island),
         )
 
     def has(self, island: str) -> bool:
@@ -367,6 +371,7 @@ class Syncer:
         if report.step_blocks:
             serve = self._phase == "run" and not member.leaving and report.phase in ("starting", "running")
             self.ledger.hear(report, serve=serve, actions=actions)
+        self._givers.hear(member, self._rounds, now, actions)
         if self._phase == "run":
             for round_ in self._rounds:
                 self._ask(round_, member, actions)

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from diloco_ds.exchange.box_chain import Destination, Source
 from diloco_ds.exchange.channel import Channel, Transfer
 from diloco_ds.exchange.failpoint import failpoint
-from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.link_messages import Accept, Offer
 from diloco_ds.exchange.traffic import Traffic
 from diloco_ds.exchange.wire import WireError
@@ -32,18 +32,18 @@ class FragmentSender:
     """Offers the fragments of `source`, of which the first `numels[p]` values travel.
 
     With `pin` the version on its way is pinned (where this is the box's only reader); without, being
-    overtaken is noticed. `header` makes the header that travels out of the one in the box.
+    overtaken is noticed. `header(fragment, meta)` makes the header that travels out of the one in the box.
     """
 
     def __init__(
         self,
         channel: Channel,
-        source: FragmentBox,
+        source: Source,
         numels: Sequence[int],
         traffic: Traffic,
         *,
         pin: bool,
-        header: Callable[[bytes], bytes] = bytes,
+        header: Callable[[int, bytes], bytes] = lambda _, meta: meta,
         chunk: int = CHUNK,
     ) -> None:
         self._channel = channel
@@ -100,7 +100,7 @@ class FragmentSender:
         version, meta = header
         self._offered[fragment] = version
         try:
-            self._channel.send_message(Offer(fragment, version, self._header(meta)).pack())
+            self._channel.send_message(Offer(fragment, version, self._header(fragment, meta)).pack())
         except WireError as error:
             self._traffic.drop(f"{self._source.path}, fragment {fragment}: {error}")
         return True
@@ -112,8 +112,7 @@ class FragmentSender:
         if sent.data is None:
             self._traffic.torn += 1
             return
-        self._traffic.fragments_sent += 1
-        self._traffic.bytes_sent += len(sent.data)
+        self._traffic.sent(sent.fragment, len(sent.data))
 
 
 @dataclass
@@ -121,7 +120,7 @@ class _Outgoing:
     """A fragment on its way out. `data` becomes None once the version was overwritten."""
 
     channel: Channel
-    source: FragmentBox
+    source: Source
     fragment: int
     version: int
     data: memoryview | None
@@ -157,22 +156,24 @@ class _Outgoing:
 
 class FragmentReceiver:
     """Fills `destination` with what the sender offers. `check(fragment, meta)` raises WireError for what is
-    foreign.
+    foreign. Of the offers that wait, fragments below `urgent` go first.
     """
 
     def __init__(
         self,
         channel: Channel,
-        destination: FragmentBox,
+        destination: Destination,
         traffic: Traffic,
         *,
         check: Callable[[int, bytes], None],
+        urgent: int = 0,
         chunk: int = CHUNK,
     ) -> None:
         self._channel = channel
         self._destination = destination
         self._traffic = traffic
         self._check = check
+        self._urgent = urgent
         self._chunk = chunk
         self._offers: dict[int, Offer] = {}  # the newest of each fragment, the longest waiting first
         self._current: _Incoming | None = None
@@ -203,7 +204,7 @@ class FragmentReceiver:
         return True
 
     def _accept(self) -> _Incoming | None:
-        for fragment, offer in list(self._offers.items()):
+        for fragment, offer in sorted(self._offers.items(), key=lambda each: each[0] >= self._urgent):
             if offer.version <= self._destination.version(fragment):
                 del self._offers[fragment]
                 continue
@@ -223,8 +224,7 @@ class FragmentReceiver:
             return
         offer = received.offer
         self._destination.commit(offer.fragment, offer.version, offer.meta)
-        self._traffic.fragments_received += 1
-        self._traffic.bytes_received += len(received.data)
+        self._traffic.received(offer.fragment, len(received.data))
 
 
 @dataclass

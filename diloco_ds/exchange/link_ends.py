@@ -6,20 +6,29 @@ import dataclasses
 import json
 
 from diloco_ds.errors import UserError
+from diloco_ds.exchange.box_chain import DestinationChain, SourceChain
 from diloco_ds.exchange.channel import Channel
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.fragment_transfer import CHUNK, FragmentReceiver, FragmentSender
 from diloco_ds.exchange.mailbox import Mailbox
+from diloco_ds.exchange.peer_moments import PeerMoments
 from diloco_ds.exchange.replication import Link, LinkIdentity
 from diloco_ds.exchange.traffic import Traffic
-from diloco_ds.exchange.wire import OrdersRecord, ReportRecord, ThetaHeader, UpdateHeader, WireError
+from diloco_ds.exchange.wire import (
+    MomentsHeader,
+    OrdersRecord,
+    ReportRecord,
+    ThetaHeader,
+    UpdateHeader,
+    WireError,
+)
 
 
 def proxy_link(
     channel: Channel, mailbox: Mailbox, theta: FragmentBox, identity: LinkIdentity, chunk: int = CHUNK
 ) -> Link:
-    """The syncer's end: sends orders and the fragments of `theta`, receives the report and the island's
-    updates.
+    """The syncer's end: sends orders, the fragments of `theta` and the moments that a peer gives, receives the
+    report, the island's updates and the moments that it gives.
 
     Of each fragment in `theta`, the syncer's store, only the weights travel: its first numel(p) values, and
     of the mark in its header what an island could give back (returns.py). Other proxies read `theta` too, so
@@ -30,7 +39,9 @@ def proxy_link(
         held < needed for held, needed in zip(theta.numels, identity.numels, strict=True)
     ):
         raise UserError(f"{theta.path}: its fragments are not those of the run's layout; remove it")
-    traffic = Traffic()
+    fragments = len(identity.numels)
+    traffic = Traffic(moments_from=fragments)
+    source = SourceChain([theta, PeerMoments(identity.island, mailbox)])
     return Link(
         channel,
         identity,
@@ -39,27 +50,41 @@ def proxy_link(
         record_in=mailbox.report,
         check_record=lambda payload: _check_report(payload, identity),
         sender=FragmentSender(
-            channel, theta, identity.numels, traffic, pin=False, header=_for_the_way, chunk=chunk
+            channel,
+            source,
+            _numels(mailbox),
+            traffic,
+            pin=False,
+            header=lambda fragment, meta: _for_the_way(meta) if fragment < fragments else meta,
+            chunk=chunk,
         ),
         receiver=FragmentReceiver(
             channel,
-            mailbox.outbox,
+            DestinationChain([mailbox.outbox, mailbox.given]),
             traffic,
-            check=lambda fragment, meta: _check_update(fragment, meta, identity),
+            check=lambda fragment, meta: (
+                _check_update(fragment, meta, identity)
+                if fragment < fragments
+                else _check_given(meta, identity)
+            ),
+            urgent=fragments,
             chunk=chunk,
         ),
     )
 
 
 def agent_link(channel: Channel, mailbox: Mailbox, identity: LinkIdentity, chunk: int = CHUNK) -> Link:
-    """The island's end: sends the report and the outbox, of which it is the only reader; receives orders and
-    Theta.
+    """The island's end: sends the report, the outbox and the moments that the island gives, of which it is the only
+    reader; receives orders, Theta and the moments of a peer.
     """
-    if mailbox.inbox is None:
+    if mailbox.inbox is None or mailbox.taken is None:
         raise UserError(f"{mailbox.folder}: this mailbox has no inbox; an island's end needs one")
     _check_fits(mailbox.outbox, identity)
     mailbox.outbox.clear_pins()
-    traffic = Traffic()
+    mailbox.given.clear_pins()
+    fragments = len(identity.numels)
+    traffic = Traffic(moments_from=fragments)
+    source = SourceChain([mailbox.outbox, mailbox.given])
     return Link(
         channel,
         identity,
@@ -67,16 +92,26 @@ def agent_link(channel: Channel, mailbox: Mailbox, identity: LinkIdentity, chunk
         record_out=mailbox.report,
         record_in=mailbox.orders,
         check_record=_OrdersCheck(identity.run_id),
-        sender=FragmentSender(channel, mailbox.outbox, identity.numels, traffic, pin=True, chunk=chunk),
+        sender=FragmentSender(channel, source, _numels(mailbox), traffic, pin=True, chunk=chunk),
         receiver=FragmentReceiver(
             channel,
-            mailbox.inbox,
+            DestinationChain([mailbox.inbox, mailbox.taken]),
             traffic,
-            check=lambda fragment, meta: _check_run(ThetaHeader.unpack(meta).run_id, identity.run_id),
+            check=lambda fragment, meta: (
+                _check_run(ThetaHeader.unpack(meta).run_id, identity.run_id)
+                if fragment < fragments
+                else _check_taken(meta, identity)
+            ),
+            urgent=fragments,
             chunk=chunk,
         ),
         returner=FragmentSender(channel, mailbox.inbox, identity.numels, traffic, pin=False, chunk=chunk),
     )
+
+
+def _numels(mailbox: Mailbox) -> tuple[int, ...]:
+    """What travels of the fragments, and then of a portion of moments."""
+    return (*mailbox.outbox.numels, *mailbox.given.numels)
 
 
 def _check_fits(outbox: FragmentBox, identity: LinkIdentity) -> None:
@@ -111,6 +146,18 @@ def _check_update(fragment: int, meta: bytes, identity: LinkIdentity) -> None:
             f"fragment {fragment} has {identity.numels[fragment]} values; "
             f"its header says fragment {header.fragment}, {header.numel} values"
         )
+
+
+def _check_given(meta: bytes, identity: LinkIdentity) -> None:
+    header = MomentsHeader.unpack(meta)
+    _check_run(header.run_id, identity.run_id)
+    _check_island(header.island, identity.island)
+
+
+def _check_taken(meta: bytes, identity: LinkIdentity) -> None:
+    header = MomentsHeader.unpack(meta)
+    _check_run(header.run_id, identity.run_id)
+    _check_island(header.to_island, identity.island)
 
 
 class _OrdersCheck:

@@ -4,6 +4,11 @@ report    Record        learner rank 0 -> syncer     wire.ReportRecord
 orders    Record        syncer -> learner            wire.OrdersRecord
 outbox    FragmentBox   learner ranks -> syncer      header wire.UpdateHeader
 inbox     FragmentBox   syncer -> learner            header wire.ThetaHeader; at the island's end only
+given     FragmentBox   learner ranks -> a peer      header wire.MomentsHeader
+taken     FragmentBox   a peer -> learner            header wire.MomentsHeader; at the island's end only
+
+`given` and `taken` hold one portion of an optimizer's moments (core/portions.py), not all of them, and take no memory
+before the first is given.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from diloco_ds.core.portions import Portions
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.record import Record
@@ -27,8 +33,13 @@ def record_capacity(fragments: int) -> int:
     return 2048 + 3 * 8 * fragments
 
 
+def moments_capacity(fragments: int) -> int:
+    """Bytes for the header of a portion of moments: an int64 a fragment, and room for the rest."""
+    return META_CAPACITY + 8 * fragments
+
+
 class Mailbox:
-    """The registers in `folder`. `inbox` is None at the syncer's end."""
+    """The registers in `folder`. `inbox` and `taken` are None at the syncer's end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,7 +47,10 @@ class Mailbox:
         self.report = Record.open(folder / "report")
         self.orders = Record.open(folder / "orders")
         self.outbox = FragmentBox.open(folder / "outbox")
-        self.inbox = FragmentBox.open(folder / "inbox") if (folder / "inbox").exists() else None
+        self.given = FragmentBox.open(folder / "given")
+        of_an_island = (folder / "inbox").exists()
+        self.inbox = FragmentBox.open(folder / "inbox") if of_an_island else None
+        self.taken = FragmentBox.open(folder / "taken") if of_an_island else None
 
     @classmethod
     def create(cls, folder: Path, numels: Sequence[int], inbox: bool) -> Mailbox:
@@ -54,6 +68,8 @@ class Mailbox:
             Record.create(partial / "orders", capacity)
             for box in ("outbox", "inbox") if inbox else ("outbox",):
                 FragmentBox.create(partial / box, numels, META_CAPACITY)
+            for box in ("given", "taken") if inbox else ("given",):
+                FragmentBox.create(partial / box, _portion(numels), moments_capacity(len(numels)))
             os.rename(partial, folder)
         except BaseException as error:
             shutil.rmtree(partial)
@@ -72,7 +88,9 @@ class Mailbox:
     @staticmethod
     def file_size(numels: Sequence[int], inbox: bool) -> int:
         """Bytes of shared memory a mailbox takes once every slot was written (the two records aside)."""
-        return (1 + inbox) * FragmentBox.file_size(numels, META_CAPACITY)
+        fragments = FragmentBox.file_size(numels, META_CAPACITY)
+        moments = FragmentBox.file_size(_portion(numels), moments_capacity(len(numels)))
+        return (1 + inbox) * (fragments + moments)
 
     def is_current(self) -> bool:
         """Whether the folder is still this mailbox, not removed and not made anew."""
@@ -86,3 +104,7 @@ class Mailbox:
         leaving = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.leaving")
         os.rename(self.folder, leaving)
         shutil.rmtree(leaving)
+
+
+def _portion(numels: Sequence[int]) -> tuple[int]:
+    return (Portions(numels).numel,)

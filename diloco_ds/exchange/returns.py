@@ -135,7 +135,9 @@ class Returner:
         if wanted is None or wanted == self._asked or self.hello is None:
             return
         self._asked = wanted
-        pairs = zip(wanted, self.hello.versions, strict=True)
+        pairs = zip(
+            wanted, self.hello.versions[: len(wanted)], strict=True
+        )  # moments come after the fragments
         above = tuple(version - 1 if version >= 0 else held for version, held in pairs)
         self._channel.send_message(Return(above).pack())
 

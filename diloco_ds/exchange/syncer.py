@@ -23,6 +23,7 @@ from diloco_ds.core.events import (
     Membership,
     Merge,
     Merged,
+    NameGiver,
     Orders,
     Phase,
     Skip,
@@ -247,6 +248,10 @@ class LiveSyncer:
             case GiveBack() if action.trained:
                 reason = f"{action.trained} blocks are to be trained on again: lease {action.lease}, {action.reason}"
                 self._account.tell("blocks_back", reason, island=action.island, blocks=action.trained)
+            case NameGiver():
+                who = action.giver or "nobody"
+                reason = f"{who} gives its optimizer's moments to {action.island}: {action.reason}"
+                self._account.tell("moments", reason, island=action.island, giver=action.giver or None)
             case Phase():
                 self._change_phase(action)
 

@@ -22,7 +22,7 @@ from diloco_ds.core.events import Answer, Orders, Report
 
 _ENVELOPE = struct.Struct("<4sHHI")
 _MAGIC = b"DDSW"
-_FORMAT = 2
+_FORMAT = 3
 _CRC = struct.Struct("<I")
 _INT = struct.Struct("<q")
 _FLOAT = struct.Struct("<d")
@@ -143,6 +143,33 @@ class UpdateHeader(Message):
             lease=self.lease,
             cursor=self.cursor,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MomentsHeader(Message):
+    """Header of a portion of an optimizer's moments (core/portions.py) that an island gives to another."""
+
+    KIND: ClassVar[int] = 5
+    run_id: str
+    island: str  # that gives
+    incarnation: int
+    to_island: str
+    to_incarnation: int
+    request: int  # of that island, as in Report.asks
+    portion: int
+    steps: int  # steps of the optimizer that the moments are of
+    base: tuple[int, ...]  # per fragment: version that the giver had adopted
+    optimizer: str  # what decides which moments there are, as JSON (island/moments.py)
+
+    @property
+    def version(self) -> int:
+        """Under which the island that asked keeps it: rising over its requests and incarnations."""
+        return request_version(self.to_incarnation, self.request)
+
+
+def request_version(incarnation: int, request: int) -> int:
+    """The version of what belongs to an island's request of that number; rising over incarnations."""
+    return incarnation << 32 | request
 
 
 @dataclass(frozen=True, slots=True)

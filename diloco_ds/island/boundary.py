@@ -56,6 +56,7 @@ class Decision:
     lr_tokens: int  # where the learning rate of the next step stands
     adopt: dict[int, Adopt] = field(default_factory=dict)  # by fragment
     answer: tuple[int, ...] = ()  # fragments to write into the outbox; rank 0 has begun them
+    give: int = _NONE  # the portion of the moments to write for a peer; rank 0 has begun it
     read: tuple[Piece, ...] = ()  # the batch to read ahead now (core/reading.py); none where no step follows
 
     def encode(self, fragments: int) -> list[int]:
@@ -66,13 +67,13 @@ class Decision:
             per_fragment[3 * fragment : 3 * fragment + 2] = [adopt.version, snapshot]
         for fragment in self.answer:
             per_fragment[3 * fragment + 2] = 1
-        start = [self.then, self.save, self.step, self.lr_tokens]
+        start = [self.then, self.save, self.step, self.lr_tokens, self.give]
         return [*start, *encode_pieces(self.read), *per_fragment]
 
     @classmethod
     def decode(cls, values: Sequence[int]) -> Decision:
         """The decision that `encode` made `values` of."""
-        then, save, step, lr_tokens, *rest = values
+        then, save, step, lr_tokens, give, *rest = values
         read, rest = decode_pieces(rest[:_PIECES_SIZE]), rest[_PIECES_SIZE:]
         fragments = range(len(rest) // 3)
         adopt = {
@@ -83,12 +84,12 @@ class Decision:
             if rest[3 * fragment] != _NONE
         }
         answer = tuple(fragment for fragment in fragments if rest[3 * fragment + 2] == 1)
-        return cls(Then(then), bool(save), step, lr_tokens, adopt, answer, read)
+        return cls(Then(then), bool(save), step, lr_tokens, adopt, answer, give, read)
 
 
 def encoded_size(fragments: int) -> int:
     """Integers of an encoded decision."""
-    return 4 + _PIECES_SIZE + 3 * fragments
+    return 5 + _PIECES_SIZE + 3 * fragments
 
 
 def encode_pieces(pieces: Sequence[Piece]) -> list[int]:
@@ -115,6 +116,8 @@ class Ranks(Protocol):
 
     def write_fragment(self, fragment: int, out: Tensor) -> Transfer: ...
 
+    def write_moments(self, portion: int, out: Tensor) -> Transfer: ...
+
     def adopt_fragment(
         self, fragment: int, source: Tensor, how: How, alpha: float, snapshot: Tensor | None
     ) -> Transfer: ...
@@ -128,11 +131,13 @@ class Boundary:
         ranks: Ranks,
         inbox: FragmentBox,
         outbox: FragmentBox,
+        given: FragmentBox,
         completion: Completion,
         adoption: config.Adoption,
         laps: Laps,
     ) -> None:
-        self._ranks, self._inbox, self._outbox, self._completion = ranks, inbox, outbox, completion
+        self._ranks, self._inbox, self._outbox, self._given = ranks, inbox, outbox, given
+        self._completion = completion
         self._laps = laps
         self._alpha = adoption.alpha
         if adoption.how == "none":  # rank 0 then never decides that anything is adopted
@@ -150,12 +155,15 @@ class Boundary:
         return Decision.decode(self._ranks.broadcast_wait())
 
     def carry_out(self, decision: Decision, finish: Callable[[], None] | None) -> None:
-        """Answer, then adopt. `finish` (rank 0's) is called when the copies of all ranks are done, now or
+        """Answer and give, then adopt. `finish` (rank 0's) is called when the copies of all ranks are done, now or
         soon.
 
         A fragment that is both wanted and replaced is sent as it was before.
         """
         transfers = [self._answer(fragment) for fragment in decision.answer]
+        if decision.give != _NONE:
+            transfers.append(self._ranks.write_moments(decision.give, self._given.begun(0)))
+            failpoint("learner.giving")
         self._laps.lap("answer")
         transfers += [self._adopt(fragment, adopt) for fragment, adopt in decision.adopt.items()]
         self._laps.lap("adopt")

@@ -26,6 +26,7 @@ from diloco_ds.island.deepspeed_settings import expert_parallel_size, prepared
 from diloco_ds.island.experts import WHOLE, Division, check_division, divide_experts
 from diloco_ds.island.first_weights import fill, make_low_precision
 from diloco_ds.island.inner_state import InnerState, read_weights, together
+from diloco_ds.island.portioned_moments import OwnMoments, PortionedMoments
 from diloco_ds.island.slices import How, Ranks, adopt, find_slices, undo_first_step
 from diloco_ds.island.timing import StepResult, StepTimer
 from diloco_ds.island.transfer import HostMemory, Transfer
@@ -68,6 +69,7 @@ class Engine:
         self._host = HostMemory(self.device)
         self._group = distributed.new_group(backend="gloo")
         self._decision: tuple[Any, Tensor] | None = None
+        self._taking: PortionedMoments | None = None
         self._ranks = Ranks(
             self.rank, self.world_size, self.device, lambda tensor: distributed.all_reduce(tensor)
         )
@@ -209,6 +211,40 @@ class Engine:
         nothing is to be done.
         """
         self._host.pin(address, nbytes)
+
+    # --- the optimizer's moments, for and from other islands ---
+
+    def own_moments(self) -> OwnMoments | None:
+        """What this island could give; None before the first step, and where the optimizer is not Adam or its kin."""
+        return self._moments().own()
+
+    def write_moments(self, portion: int, out: Tensor) -> Transfer:
+        """Copy this rank's part of a portion of the moments into `out`, its flat fp32 values in host memory. As
+        `write_fragment`.
+        """
+        return self._host.take(self._moments().owned(portion), out)
+
+    def can_take_moments(self, optimizer: str | None = None) -> bool:
+        """Whether moments could be taken of a peer with this `optimizer` (OwnMoments), or of any."""
+        return self._moments().can_take(optimizer)
+
+    def take_moments(self, portion: int, source: Tensor, steps: int) -> None:
+        """Take this rank's part of a portion of a peer's moments, before the first step; `source` as `out` of
+        `write_moments`, free again on return. What they count is `steps`, of the first portion taken. Waits for nobody.
+        """
+        if self._taking is None:
+            self._taking = self._moments()
+            self._taking.begin(steps)
+        self._taking.take(portion, source)
+
+    def forget_moments(self) -> None:
+        """The portions taken are not all there are: the optimizer is fresh again."""
+        if self._taking is not None:
+            self._taking.forget()
+            self._taking = None
+
+    def _moments(self) -> PortionedMoments:
+        return PortionedMoments(self._engine.optimizer, self._layout, self._slices)
 
     # --- checkpoints ---
 

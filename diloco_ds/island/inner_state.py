@@ -86,9 +86,9 @@ class InnerState:
         if not self._moments.can_go_on_from(saved["kind"]):
             kinds = saved["kind"], self._moments.kind()
             was, is_ = (kind["class"] if kinds[0]["class"] != kinds[1]["class"] else kind for kind in kinds)
-            return [f"fresh optimizer moments: those saved are of {was}, the optimizer is {is_}"]
+            return [f"the optimizer moments saved are of {was}, the optimizer is {is_}"]
         if not saved["values"] and not saved["numbers"]:
-            return ["fresh optimizer moments: none were saved"]
+            return ["no optimizer moments were saved"]
         numbers = ((part, saved["numbers"].get(tensor, {})) for tensor, _, part in self._parts("masters"))
         self._moments.begin(saved["values"], numbers)
         for name in saved["values"]:

@@ -4,9 +4,10 @@ reports.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco_ds.core.events import LearnerPhase, Orders, Report
@@ -15,8 +16,9 @@ from diloco_ds.core.learner import LearnerClock
 from diloco_ds.core.lease import Position
 from diloco_ds.core.reading import Piece, Reading
 from diloco_ds.exchange.mailbox import Mailbox
-from diloco_ds.exchange.wire import OrdersRecord, ReportRecord, UpdateHeader
+from diloco_ds.exchange.wire import MomentsHeader, OrdersRecord, ReportRecord, UpdateHeader
 from diloco_ds.island.boundary import Adopt, Decision, Then
+from diloco_ds.island.giving import Giver, Giving
 
 WAIT_S = 0.02
 """Between two looks at the orders while there is nothing to train on yet."""
@@ -54,6 +56,7 @@ class Lead:
 
     def __init__(self, identity: Identity, mailbox: Mailbox, clock: LearnerClock) -> None:
         assert mailbox.inbox is not None
+        assert mailbox.taken is not None
         self.clock = clock
         self.progress = Progress()
         self.step_tokens = 0
@@ -62,6 +65,10 @@ class Lead:
         self._inbox, self._outbox = mailbox.inbox, mailbox.outbox
         self.reading: Reading | None = None
         """Which blocks the island reads; None until it is known how many a step takes."""
+        self.giving = Giving(Giver(identity.run_id, identity.island, identity.incarnation), mailbox.given)
+        """The island's part in giving moments to a peer."""
+        self._asks = (0, 0)  # request and portion of what it asks of a peer
+        self._reporting = threading.Lock()  # the heartbeat reports from a thread of its own
         self._answers = 0
         self._adopting: set[int] = set()  # fragments pinned in the inbox
         self._writing: set[int] = set()  # fragments begun in the outbox
@@ -70,6 +77,12 @@ class Lead:
         self._orders_seen = self._orders_of_an_earlier_life()
         self._earlier = self._read_earlier_report()
         self._inbox.clear_pins()
+        mailbox.taken.clear_pins()
+
+    @property
+    def incarnation(self) -> int:
+        """The learner's."""
+        return self._identity.incarnation
 
     def _orders_of_an_earlier_life(self) -> int:
         """An order to stop that lies there before this learner has begun stopped an earlier one: it is void."""
@@ -98,25 +111,31 @@ class Lead:
         self.step_tokens = step_blocks * sequence_length
         self.reading = Reading(self._identity.incarnation, self._identity.index, step_blocks)
 
+    def ask(self, request: int, portion: int) -> None:
+        """Ask for this portion of a peer's moments, and say so at once; request 0: for nothing any more."""
+        self._asks = (request, portion)
+        self.report("starting")
+
     def wait_for_lease(self) -> None:
         """Wait for the first lease. Not longer than FIRST_LEASE_WITHIN_S: the island then begins in the reserve."""
         assert self.reading is not None
         deadline = time.monotonic() + FIRST_LEASE_WITHIN_S
         while time.monotonic() < deadline:
-            orders = self._read_orders()
+            orders = self.read_orders()
             if orders.phase != "run" or self.reading.has_lease(orders):
                 return
             time.sleep(WAIT_S)
 
     def plan_batch(self) -> tuple[Piece, ...]:
         """What the next batch that is not planned yet is made of."""
-        return self.reading.plan_batch(self._read_orders()) if self.reading is not None else ()
+        return self.reading.plan_batch(self.read_orders()) if self.reading is not None else ()
 
     def stepped(self) -> None:
         """All ranks have made a step, on the oldest batch that was planned."""
         self.clock.stepped(self.step_tokens)
         if self.reading is not None:
             self.reading.trained()
+        self.giving.stepped()
 
     def decide(self, stop: bool, answer: bool) -> tuple[Decision, Callable[[], None]]:
         """The decision at this boundary, and what to call when it has been carried out by all ranks.
@@ -124,7 +143,7 @@ class Lead:
         `stop`: somebody asked this learner to stop; `save`: it is time for a checkpoint; `answer`: the
         weights are worth sending.
         """
-        orders = self._read_orders()
+        orders = self.read_orders()
         versions = [self._inbox.version(fragment) for fragment in range(len(self._inbox.numels))]
         plan = self.clock.plan(orders, versions)
         headers = self._begin_answers(plan, orders) if answer and not stop else {}
@@ -134,12 +153,13 @@ class Lead:
         self.progress.lr_tokens = max(self.progress.lr_tokens, own, orders.global_tokens)
         then = self._then(plan, stop, answered=len(headers) == len(plan.answer) or not answer)
         read = self.plan_batch() if then is Then.STEP else ()
-        decision = Decision(
-            then, False, self.clock.step, self.progress.lr_tokens, adopt, tuple(headers), read
-        )
-        return decision, lambda: self._finish(adopt, headers)
+        gift = self.giving.begin(orders.gift, self.clock.base) if then is Then.STEP and answer else None
+        decision = Decision(then, False, self.clock.step, self.progress.lr_tokens, adopt, tuple(headers))
+        decision = replace(decision, read=read, give=gift.portion if gift else decision.give)
+        return decision, lambda: self._finish(adopt, headers, gift)
 
-    def _read_orders(self) -> Orders:
+    def read_orders(self) -> Orders:
+        """The newest orders; those of before the first, where there are none yet."""
         if self._mailbox.orders.sequence() > self._orders_seen:
             sequence, payload = self._mailbox.orders.read() or (0, b"")
             record = OrdersRecord.unpack(payload)
@@ -204,13 +224,17 @@ class Lead:
             return Then.DRAINED if answered else Then.WAIT
         return Then.STEP
 
-    def _finish(self, adopt: dict[int, Adopt], headers: dict[int, UpdateHeader]) -> None:
-        """All ranks have written and read: make the answers visible and give the inbox free."""
+    def _finish(
+        self, adopt: dict[int, Adopt], headers: dict[int, UpdateHeader], gift: MomentsHeader | None
+    ) -> None:
+        """All ranks have written and read: make the answers and the gift visible and give the inbox free."""
         for fragment, header in headers.items():
             # Update ids rise over all incarnations, so they serve as versions of the outbox too.
             self._outbox.commit(fragment, header.update_id, header.pack())
             self._snapshots[fragment] = header.update_id
             self._writing.discard(fragment)
+        if gift is not None:
+            self.giving.commit(gift)
         for fragment in adopt:
             self._inbox.unpin(fragment)
             self._adopting.discard(fragment)
@@ -226,6 +250,10 @@ class Lead:
 
     def report(self, phase: LearnerPhase) -> None:
         """Write the report register."""
+        with self._reporting:
+            self._mailbox.report.write(self._record(phase).pack())
+
+    def _record(self, phase: LearnerPhase) -> ReportRecord:
         clock, progress, identity, reading = self.clock, self.progress, self._identity, self.reading
         lease, cursor = self._position
         report = Report(
@@ -242,8 +270,11 @@ class Lead:
             cursor=cursor,
             reserve=reading.reserve if reading else 0,
             step_blocks=reading.step_blocks if reading else 0,
+            gives=int(self.giving.able),
+            asks=self._asks[0],
+            portion=self._asks[1],
         )
-        record = ReportRecord(
+        return ReportRecord(
             run_id=identity.run_id,
             layout_digest=identity.layout_digest,
             report=report,
@@ -251,7 +282,6 @@ class Lead:
             tokens_per_s=progress.tokens_per_s,
             lr_tokens=progress.lr_tokens,
         )
-        self._mailbox.report.write(record.pack())
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the exchange: JSON-able."""

@@ -33,7 +33,7 @@ from diloco_ds.island.lead import Lead
 from diloco_ds.island.pace import PacedBatches
 from diloco_ds.island.rank_zero import RankZero, StepTimes
 from diloco_ds.island.saving import Saver
-from diloco_ds.island.start import OpenRun, restore
+from diloco_ds.island.start import OpenRun, complete, restore
 from diloco_ds.island.step_log import StepLog
 from diloco_ds.island.timing import Laps
 
@@ -75,6 +75,7 @@ class Learner:
             engine,
             run.mailbox.inbox,
             run.mailbox.outbox,
+            run.mailbox.given,
             completion,
             run.config.exchange.adoption,
             self._laps,
@@ -167,7 +168,10 @@ def learn(run: OpenRun, stop: Stop) -> None:
             RankBoard.renew(board, run.ranks)  # before the ranks meet in Engine.start
         engine = _start_engine(run)
         failpoint("learner.starting")
-        outcome = restore(engine, lead, run.checkpoints)
+        restored = restore(engine, lead, run.checkpoints)
+        if lead is not None:
+            _introduce(lead, run, engine)
+        outcome = complete(restored, run, engine, lead, lambda: stop.asked)
     zero = _rank_zero(run, engine, lead, log, outcome) if lead and log else None
     with _spoken_for(lead, "starting"):
         batches = _open_batches(run, engine, lead)
@@ -183,16 +187,22 @@ def _start_engine(run: OpenRun) -> Engine:
     deepspeed_config = config.deepspeed_of(identity.island)
     seed = config.seed + 1000 * identity.index
     engine = Engine.start(run.initial_weights(), deepspeed_config, config.trainer, run.layout, seed)
-    for box in (run.mailbox.outbox, run.mailbox.inbox):
+    mailbox = run.mailbox
+    for box in (mailbox.outbox, mailbox.inbox, mailbox.given, mailbox.taken):
         if box is not None:
             engine.pin(box.address, box.nbytes)
     return engine
 
 
-def _rank_zero(run: OpenRun, engine: Engine, lead: Lead, log: StepLog, outcome: str) -> RankZero:
-    config = run.config
+def _introduce(lead: Lead, run: OpenRun, engine: Engine) -> None:
+    """With its next report the syncer knows what the island needs and has."""
     step_blocks = engine.world_size * engine.micro_batch * engine.grad_accumulation
     lead.begin_reading(step_blocks, run.data.sequence_length)
+    lead.giving.own = engine.own_moments
+
+
+def _rank_zero(run: OpenRun, engine: Engine, lead: Lead, log: StepLog, outcome: str) -> RankZero:
+    config = run.config
     log.event("started", outcome, ranks=engine.world_size, step_tokens=lead.step_tokens)
     saver = Saver(run.checkpoints, config.trainer.checkpoint_every_s, sum(run.layout.numels), log)
     return RankZero(lead, log, saver, config.exchange.grace.smoothing)

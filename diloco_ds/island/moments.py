@@ -37,11 +37,17 @@ class Moments:
             (tensor for tensor in updated if tensor.numel()), key=lambda tensor: tensor.data_ptr()
         )
         self._addresses = [tensor.data_ptr() for tensor in self._updated]
+        self._before: dict[Tensor, Any] | None = None  # the state that `begin` replaced
 
     def kind(self) -> dict[str, Any]:
         """What decides which moments there are: the optimizer's class and settings. JSON-able."""
         group = self._base.param_groups[0]
         return {"class": type(self._base).__name__, **{name: bool(group.get(name)) for name in _DECISIVE}}
+
+    def is_adam(self) -> bool:
+        """Whether the moments are Adam's two."""
+        kind = self.kind()
+        return kind["class"] in _ADAM and not any(kind[name] for name in _DECISIVE)
 
     def can_go_on_from(self, kind: Mapping[str, Any]) -> bool:
         """Whether the moments that an optimizer of this `kind` kept mean the same to this one."""
@@ -77,10 +83,15 @@ class Moments:
             if name not in values and isinstance(number, (Tensor, int, float))
         }
 
+    def most(self, name: str) -> float:
+        """The largest of the numbers called `name` that are kept; 0 before the first step."""
+        return max((float(kept[name]) for kept in self._base.state.values() if name in kept), default=0.0)
+
     def begin(self, values: Mapping[str, str], numbers: Iterable[tuple[Slice, Mapping[str, float]]]) -> None:
         """Make room before the first step: zeros for `values` (with their dtypes), and each master's numbers.
         Tensors that ZeRO keeps together get the largest of their numbers.
         """
+        self._before = dict(self._base.state)
         of_each: dict[int, dict[str, float]] = {}
         largest: dict[str, float] = {}  # for what belongs to no tensor: padding
         for master, own in numbers:
@@ -97,9 +108,18 @@ class Moments:
                 },
             }
 
+    def forget(self) -> None:
+        """Undo `begin`: the optimizer is fresh again."""
+        if self._before is not None:
+            self._base.state.clear()
+            self._base.state.update(self._before)
+            self._before = None
+
     def beside(self, master: Slice, name: str) -> Slice:
-        """The values called `name` of the weights in `master`."""
+        """The values called `name` of the weights in `master`: zeros where no gradient has come yet."""
         updated, offset = self._holder(master)
+        if name not in self._base.state.get(updated, {}):
+            return Slice(master.start, master.length, torch.zeros(master.length))
         return Slice(master.start, master.length, self._base.state[updated][name], offset)
 
     def _holder(self, master: Slice) -> tuple[Tensor, int]:

@@ -1,16 +1,20 @@
 """What a learner starts from: the run directory, the initial weights, and on top of them its own last
-checkpoint.
+checkpoint; without one, the optimizer's moments of a peer.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_ds.core.fragments import FragmentLayout
+from diloco_ds.core.portions import Portions
 from diloco_ds.data.prepared import Prepared
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.mailbox import Mailbox
+from diloco_ds.island.asking import Asking, take_from_peer
 from diloco_ds.island.checkpoints import IslandCheckpoints
 from diloco_ds.island.engine import Engine, Loaded
 from diloco_ds.island.lead import Identity, Lead
@@ -56,7 +60,15 @@ class OpenRun:
         return self.dir.model_config
 
 
-def restore(engine: Engine, lead: Lead | None, checkpoints: IslandCheckpoints) -> str:
+@dataclass(frozen=True)
+class Restored:
+    """In words: what a learner goes on from, and why moments of its own are not part of it; the latter empty if they are."""
+
+    told: str
+    lacks: str = ""
+
+
+def restore(engine: Engine, lead: Lead | None, checkpoints: IslandCheckpoints) -> Restored:
     """Go on from the newest own checkpoint, else from the initial weights; says which, and why. All ranks
     together.
 
@@ -65,20 +77,47 @@ def restore(engine: Engine, lead: Lead | None, checkpoints: IslandCheckpoints) -
     """
     if lead is not None:
         lead.begin_from_initial_weights()
-    outcome = _restore_checkpoint(engine, lead, checkpoints)
+    restored = _restore_checkpoint(engine, lead, checkpoints)
     if lead is not None:
         lead.continue_from_earlier_report()
-    return outcome
+    return restored
 
 
-def _restore_checkpoint(engine: Engine, lead: Lead | None, checkpoints: IslandCheckpoints) -> str:
+def complete(
+    restored: Restored, run: OpenRun, engine: Engine, lead: Lead | None, stopped: Callable[[], bool]
+) -> str:
+    """Take the moments that were not restored from a peer, if there is one; says what the learner starts with, and why. All
+    ranks together; waits for the peer, but not for ever (island/asking.py).
+    """
+    if not restored.lacks:
+        return restored.told
+    moments, why = "", "a peer gives only the moments of Adam and its kin"
+    patience = run.config.trainer.moments_within_s
+    if not patience:
+        why = "trainer.moments_within_s is 0"
+    elif engine.can_take_moments():
+        taken = run.mailbox.taken
+        assert taken is not None
+        asking = None
+        if lead is not None:
+            count = Portions(run.layout.numels).count
+            asking = Asking(lead, taken, count, patience, engine.can_take_moments, stopped)
+        take_from_peer(engine, taken, asking)
+        if asking is not None:
+            moments, why = asking.told, asking.why_not
+    if moments:
+        return f"{restored.told}, and {moments}: {restored.lacks}"
+    return f"{restored.told}, and fresh optimizer moments: {restored.lacks}; {why}"
+
+
+def _restore_checkpoint(engine: Engine, lead: Lead | None, checkpoints: IslandCheckpoints) -> Restored:
     newest = checkpoints.newest()
     if newest is None:
-        return "initial weights and fresh optimizer moments: there is no own checkpoint"
+        return Restored("initial weights", "there is no own checkpoint")
     try:
         loaded = engine.load(checkpoints.root, newest.tag)
     except UserError as error:  # found before anything was loaded: the engine is as it was
-        return f"initial weights and fresh optimizer moments: {error}"
+        return Restored("initial weights", str(error))
     except Exception:
         # Half-loaded weights are of no use, and the next start must not meet the same checkpoint again.
         checkpoints.withdraw(newest.tag)
@@ -87,14 +126,14 @@ def _restore_checkpoint(engine: Engine, lead: Lead | None, checkpoints: IslandCh
         lead.restore(loaded.client_state["lead"])
         if loaded.written_by:
             lead.progress.step_time = 0.0  # that of the other shape says nothing
-    return _told(newest.tag, loaded)
+    return Restored(_told(newest.tag, loaded), "; ".join(loaded.missing))
 
 
 def _told(tag: str, loaded: Loaded) -> str:
     said = f"weights {'' if loaded.missing else 'and optimizer moments '}of its checkpoint {tag}"
     if loaded.written_by:
         said += ", written by " + ", ".join(f"{name} {value}" for name, value in loaded.written_by.items())
-    return "; ".join([said, *loaded.missing])
+    return said
 
 
 def _mailbox(folder: Path) -> Mailbox:

@@ -7,12 +7,14 @@ import stat
 
 import pytest
 
+from diloco_ds.core.events import Gift, Orders, Peer, Report
+from diloco_ds.core.portions import Portions
 from diloco_ds.errors import UserError
 from diloco_ds.exchange import mailbox as mailbox_module
 from diloco_ds.exchange import space
-from diloco_ds.exchange.mailbox import Mailbox, record_capacity
+from diloco_ds.exchange.mailbox import Mailbox, moments_capacity, record_capacity
 from diloco_ds.exchange.record import Record
-from diloco_ds.exchange.wire import ReportRecord
+from diloco_ds.exchange.wire import MomentsHeader, OrdersRecord, ReportRecord
 from diloco_ds.rundir import SharedMemory
 
 
@@ -21,6 +23,11 @@ def test_both_ends(tmp_path):
     syncer = Mailbox.create(tmp_path / "a.syncer", (4, 9), inbox=False)
     assert syncer.inbox is None
     assert island.inbox.numels == island.outbox.numels == syncer.outbox.numels == (4, 9)
+    assert syncer.taken is None
+    assert island.given.numels == island.taken.numels == syncer.given.numels == (Portions((4, 9)).numel,)
+    for mailbox, inbox in ((island, True), (syncer, False)):
+        boxes = [path for path in mailbox.folder.iterdir() if path.name not in ("report", "orders")]
+        assert sum(path.stat().st_size for path in boxes) == Mailbox.file_size((4, 9), inbox)
     assert stat.S_IMODE(os.stat(tmp_path / "a.island").st_mode) == 0o700
     Mailbox.open(tmp_path / "a.island").report.write(b"hello")
     assert island.report.read() == (1, b"hello")
@@ -28,14 +35,23 @@ def test_both_ends(tmp_path):
 
 
 def test_the_longest_report_fits():
-    from diloco_ds.core.events import Report
-
     fragments = 500
     longest = (2**63 - 1,) * fragments
     data = {"lease": 2**63 - 1, "cursor": 2**31, "reserve": 2**63 - 1, "step_blocks": 2**31}
     report = Report("i" * 32, 1, "starting", 1, 1, 1.0, longest, longest, longest, **data)
     record = ReportRecord("r" * 200, "d" * 128, report, 0.0, 0.0, 2**63 - 1)
     assert len(record.pack()) <= record_capacity(fragments)
+
+
+def test_the_longest_orders_and_the_longest_header_of_moments_fit():
+    fragments, most = 500, 2**63 - 1
+    longest = (most,) * fragments
+    peer = Peer(most, "i" * 32, most, 1.0, longest, "r" * 200)
+    gift = Gift("i" * 32, most, most, most, longest)
+    orders = Orders("finished", most, most, longest, most, (most,) * 30, peer, gift)
+    assert len(OrdersRecord("r" * 200, most, orders).pack()) <= record_capacity(fragments)
+    header = MomentsHeader("r" * 200, "i" * 32, 1, "j" * 32, 1, 1, 1, 1, longest, "o" * 200)
+    assert len(header.pack()) <= moments_capacity(fragments)
 
 
 def test_one_is_never_overwritten(tmp_path):

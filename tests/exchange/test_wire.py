@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_ds.core.events import Answer, Orders, Report
+from diloco_ds.core.events import Answer, Gift, Orders, Peer, Report
 from diloco_ds.exchange.link_messages import Accept, Hello, Offer, Taken, Value, unpack_link_message
-from diloco_ds.exchange.wire import OrdersRecord, ReportRecord, ThetaHeader, UpdateHeader, WireError
+from diloco_ds.exchange.wire import (
+    MomentsHeader,
+    OrdersRecord,
+    ReportRecord,
+    ThetaHeader,
+    UpdateHeader,
+    WireError,
+)
 
 ints = st.integers(-(2**63), 2**63 - 1)
 names = st.text(max_size=20)
@@ -39,6 +46,9 @@ def reports(size):
         cursor=ints,
         reserve=ints,
         step_blocks=ints,
+        gives=ints,
+        asks=ints,
+        portion=ints,
     )
 
 
@@ -66,6 +76,8 @@ messages = st.one_of(
             want=int_lists(3),
             reader=ints,
             leases=int_lists(6),
+            peer=st.builds(Peer, ints, names, ints, floats, int_lists(3), names),
+            gift=st.builds(Gift, names, ints, ints, ints, int_lists(3)),
         ),
     ),
     st.builds(
@@ -73,6 +85,16 @@ messages = st.one_of(
         names,
         names,
         *[ints] * (len(dataclasses.fields(UpdateHeader)) - 2),
+    ),
+    st.builds(
+        MomentsHeader,
+        names,
+        names,
+        ints,
+        names,
+        *[ints] * 4,
+        int_lists(3),
+        names,
     ),
     st.builds(ThetaHeader, names, ints, ints, st.binary(max_size=30)),
     st.builds(Hello, names, names, int_lists(2), ints, int_lists(2)),

@@ -1,5 +1,6 @@
 """`diloco-ds chaos`, `join` and `leave` on a live run: real faults, nobody waits, the victim is merged again."""
 
+import shutil
 import signal
 import statistics
 import time
@@ -128,9 +129,11 @@ def test_a_full_disk_stops_nothing_and_checkpoints_go_on_afterwards(run):
     run.until(lambda: newest() > until, "a checkpoint after it")
 
 
-def test_an_island_that_is_lost_with_its_host_comes_back(run):
+def test_an_island_that_is_lost_with_its_host_and_its_disk_comes_back_with_the_moments_of_its_peer(run):
     before = run.island("a")
     since, _ = chaos(run, "--fault", "lose", "--target", "a")
+    for checkpoint in run.dir.island_checkpoints("a").glob("i*-s*"):
+        shutil.rmtree(checkpoint)
     run.until(lambda: run.island("a").incarnation == before.incarnation + 1, "another incarnation")
     started = run.until(
         lambda: run.records("event", event="started", role="learner", island="a", incarnation=2),
@@ -138,6 +141,11 @@ def test_an_island_that_is_lost_with_its_host_comes_back(run):
     )
     again = run.until_merged_again("a", since=started[0]["time"])
     assert_no_gap(run, "b", since, again)
+    assert started[0]["reason"].startswith("initial weights, and optimizer moments of b, of ")
+    assert started[0]["reason"].endswith(": there is no own checkpoint")
+    (told,) = run.records("event", event="moments", island="a", giver="b")
+    assert "holds every fragment" in told["reason"] or "holds all but" in told["reason"]
+    assert written(run, "status/agent.b.json")["moments_sent"] == 4, "a portion for each of its requests"
     assert run.island("a").pids.supervisor != before.pids.supervisor
 
 
@@ -166,6 +174,8 @@ def test_an_island_joins_and_another_leaves(run):
     joined = run.command("join", str(run.dir.root), "--island", "c", "threads_per_rank=1")
     assert joined.returncode == 0, joined.stderr
     run.until_merged_again("c", since=0.0)
+    (started,) = run.records("event", event="started", role="learner", island="c")
+    assert "and optimizer moments of " in started["reason"]
     first = run.steps("c")[0]
     assert first["step"] > 1, "it takes up the global step"
     assert first["lr"] == pytest.approx(run.steps("b")[-1]["lr"], rel=0.2)

@@ -10,6 +10,7 @@ from transformers import Gemma4TextConfig, MixtralConfig, Qwen3MoeConfig
 
 from diloco_ds import config
 from diloco_ds.core.fragments import balance
+from diloco_ds.core.portions import Portions
 from diloco_ds.island.engine import Engine, connect
 from diloco_ds.island.experts import expert_modules
 from diloco_ds.model.build import build_model, tensor_specs, travelling_parameters
@@ -122,19 +123,27 @@ class Island:
 
     def written(self):
         """Every fragment as the ranks write it together into shared memory."""
-        paths = [self.directory / f"fragment{index}" for index in range(self.layout.fragments)]
+        return self.together(self.engine.write_fragment, "fragment", self.layout.numels)
+
+    def given(self):
+        """Every portion of the moments, likewise."""
+        portions = Portions(self.layout.numels)
+        return self.together(self.engine.write_moments, "portion", [portions.numel] * portions.count)
+
+    def together(self, write, name, numels):
+        paths = [self.directory / f"{name}{index}" for index in range(len(numels))]
         if self.engine.rank == 0:  # from_file writes into a file that it must make larger: not in a race
-            for path, numel in zip(paths, self.layout.numels, strict=True):
+            for path, numel in zip(paths, numels, strict=True):
                 path.write_bytes(bytes(4 * numel))
         self.engine.least([0])
-        fragments = [
+        shared = [
             torch.from_file(str(path), shared=True, size=numel)
-            for path, numel in zip(paths, self.layout.numels, strict=True)
+            for path, numel in zip(paths, numels, strict=True)
         ]
-        for index, fragment in enumerate(fragments):
-            assert self.engine.write_fragment(index, fragment).done()
+        for index, out in enumerate(shared):
+            assert write(index, out).done()
         self.engine.least([0])
-        return [fragment.clone() for fragment in fragments]
+        return [each.clone() for each in shared]
 
     def masters(self):
         return self.flat(self.master)

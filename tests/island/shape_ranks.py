@@ -37,22 +37,47 @@ class Carried(Island):
         return self.masters() + self.moments()
 
 
+def takes(island, directory, since):
+    """The fresh island takes the moments that the one which wrote `since` gave, and forgets them again."""
+    optimizer, steps, given = torch.load(directory / f"{since}-given.pt")
+    engine = island.engine
+    if not engine.can_take_moments(optimizer):
+        return {"cannot take": True, "own": engine.own_moments()}
+    fresh = engine.own_moments()
+    for portion, source in enumerate(given):
+        engine.take_moments(portion, source, steps)
+    saved = torch.load(directory / f"{since}.pt")[island.layout.fragments :]
+    moments = island.held()[island.layout.fragments :]
+    seen = {
+        "moments taken are those given": equal(moments, saved),
+        "steps": [steps, engine.own_moments().steps],
+        "given again": equal(given, island.given()),
+    }
+    engine.forget_moments()
+    return {**seen, "forgotten": engine.own_moments() == fresh}
+
+
 def carry_out(task, directory):
     """Go on from a checkpoint (or begin), train, save, train on; what was seen on the way."""
     island = Carried(directory, task["deepspeed"], task["steps_made"])
     seen = {}
     if task["since"]:
+        taken = takes(island, directory, task["since"])
         loaded = island.engine.load(directory, task["since"])
         seen = {"written_by": loaded.written_by, "missing": loaded.missing, "kept": loaded.client_state}
         saved = torch.load(directory / f"{task['since']}.pt")
         masters = saved[: island.layout.fragments]
         copies = island.copies()
+        seen |= taken
         seen["copies are the masters, rounded"] = equal(copies, rounded(masters, copies))
         held = island.held() if not loaded.missing else island.masters()
         seen["what is held is what was saved"] = equal(held, saved[: len(held)])
     island.train(steps=task["steps"])
     if task["save"]:
         island.engine.save(directory, task["save"], {"steps_made": island.steps_made})
+        given = island.given()
+        if island.engine.rank == 0:
+            torch.save((*island.engine.own_moments(), given), directory / f"{task['save']}-given.pt")
     held = island.held()
     if island.engine.rank == 0:
         torch.save(held, directory / f"{task['save'] or task['name']}.pt")

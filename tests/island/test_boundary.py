@@ -25,10 +25,11 @@ adoptions = st.dictionaries(
     st.integers(0, 2**62),
     adoptions,
     st.sets(st.integers(0, 5)),
+    st.integers(-1, 2**20),
     st.lists(st.tuples(st.integers(-(2**60), 2**60), st.integers(1, 99)), max_size=PIECES),
 )
-def test_a_decision_travels_as_integers(then, save, step, lr_tokens, adopt, answer, read):
-    decision = Decision(then, save, step, lr_tokens, adopt, tuple(sorted(answer)), tuple(read))
+def test_a_decision_travels_as_integers(then, save, step, lr_tokens, adopt, answer, give_, read):
+    decision = Decision(then, save, step, lr_tokens, adopt, tuple(sorted(answer)), give_, tuple(read))
     values = decision.encode(6)
     assert len(values) == encoded_size(6)
     assert Decision.decode([int(value) for value in values]) == decision
@@ -98,6 +99,10 @@ class OneRank:
         out.copy_(self.fragments[fragment])
         return self._copied()
 
+    def write_moments(self, portion, out):
+        out.fill_(portion)
+        return self._copied()
+
     def adopt_fragment(self, fragment, source, how, alpha, snapshot):
         own = self.fragments[fragment]
         new = {
@@ -117,11 +122,12 @@ class OneRank:
 @pytest.fixture
 def boxes(tmp_path):
     inbox, outbox = (FragmentBox.create(tmp_path / name, [2, 3], 64) for name in ("inbox", "outbox"))
+    given_ = FragmentBox.create(tmp_path / "given", [4], 64)
     inbox.begin(0).copy_(torch.tensor([10.0, 20.0]))
     inbox.commit(0, 4, b"")
     outbox.begin(0).copy_(torch.tensor([1.0, 1.0]))
     outbox.commit(0, 7, b"")
-    return inbox, outbox
+    return inbox, outbox, given_
 
 
 def crossed(boxes, tmp_path, decision, **adoption):
@@ -157,6 +163,13 @@ def test_the_ways_to_adopt(boxes, tmp_path, adoption, snapshot, becomes):
         boxes, tmp_path, Decision(Then.STEP, False, 9, 0, {0: Adopt(4, snapshot)}), **adoption
     )
     assert fragments[0].tolist() == becomes
+
+
+def test_a_portion_of_the_moments_is_given(boxes, tmp_path):
+    boxes[2].begin(0)
+    _, finished = crossed(boxes, tmp_path, Decision(Then.STEP, False, 9, 0, give=3))
+    assert boxes[2].begun(0).tolist() == [3, 3, 3, 3]
+    assert finished == [True]
 
 
 def test_a_boundary_without_copies_finishes_nothing(boxes, tmp_path):

@@ -1,5 +1,6 @@
-"""A checkpoint of an island of one shape, gone on from by islands of others: ranks 1 -> 2 -> 1, every ZeRO stage,
-other precisions and optimizers. Three launches run through all of it; what each saw is a test here.
+"""A checkpoint of an island of one shape, gone on from by islands of others, which take its moments from itself too:
+ranks 1 -> 2 -> 1, every ZeRO stage, other precisions and optimizers. Three launches run through all of it; what each saw is
+a test here.
 """
 
 import json
@@ -119,6 +120,19 @@ def test_weights_and_moments_are_those_that_were_saved_to_the_bit(seen, name):
     assert seen[name]["what is held is what was saved"]
 
 
+@pytest.mark.parametrize("name", [name for name in GOING_ON if name != "sgd"])
+def test_an_island_of_any_shape_takes_the_moments_of_a_peer_to_the_bit(seen, name):
+    assert seen[name]["moments taken are those given"]
+    assert seen[name]["given again"]
+    assert seen[name]["steps"] == ([2, 2] if seen[name]["kept"]["steps_made"] == 2 else [4, 4])
+    assert seen[name]["forgotten"]
+
+
+def test_an_island_with_another_optimizer_neither_takes_nor_gives(seen):
+    assert seen["sgd"]["cannot take"]
+    assert seen["sgd"]["own"] is None
+
+
 def test_it_is_said_who_wrote_the_checkpoint(seen):
     assert seen["zero3"]["written_by"] == SHAPE
     assert seen["zero1-again"]["written_by"] == {**SHAPE, "ranks": 2, "zero_stage": 3}
@@ -127,7 +141,7 @@ def test_it_is_said_who_wrote_the_checkpoint(seen):
 
 def test_moments_of_another_kind_of_optimizer_are_not_taken_and_that_is_said(seen):
     assert [not seen[name]["missing"] for name in GOING_ON] == [name != "sgd" for name in GOING_ON]
-    assert "fresh optimizer moments: those saved are of AdamW, the optimizer is SGD" in seen["sgd"]["missing"]
+    assert "the optimizer moments saved are of AdamW, the optimizer is SGD" in seen["sgd"]["missing"]
 
 
 def test_an_island_that_changed_its_shape_twice_ends_where_one_that_did_not_ends(seen, directory):

@@ -2,12 +2,13 @@
 
 import pytest
 
-from diloco_ds.core.events import Orders
+from diloco_ds.core.events import Gift, Orders
 from diloco_ds.core.learner import LearnerClock
 from diloco_ds.exchange.mailbox import Mailbox
-from diloco_ds.exchange.wire import OrdersRecord, ReportRecord, UpdateHeader
+from diloco_ds.exchange.wire import MomentsHeader, OrdersRecord, ReportRecord, UpdateHeader
 from diloco_ds.island.boundary import Adopt, Then
 from diloco_ds.island.lead import Identity, Lead
+from diloco_ds.island.portioned_moments import OwnMoments
 
 STEP_TOKENS = 100
 
@@ -23,8 +24,8 @@ class Island:
         self.lead.begin_from_initial_weights()
         self.lead.continue_from_earlier_report()
 
-    def order(self, phase="run", global_step=0, global_tokens=0, want=(0, 0), run_id="run-1"):
-        orders = Orders(phase, global_step, global_tokens, want)
+    def order(self, phase="run", global_step=0, global_tokens=0, want=(0, 0), run_id="run-1", **more):
+        orders = Orders(phase, global_step, global_tokens, want, **more)
         self.mailbox.orders.write(OrdersRecord(run_id, 1, orders).pack())
 
     def put(self, fragment, version):
@@ -241,3 +242,46 @@ def test_state_goes_through_a_checkpoint(folder):
     restored.lead.restore(state)
     assert restored.lead.state() == state
     assert restored.lead.clock.c_steps() == [1, 1]
+
+
+def test_moments_are_given_when_the_clock_is_reached_and_once(folder):
+    island = Island(folder, incarnation=3)
+    island.lead.giving.own = lambda: OwnMoments("adam", 17)
+    gift = Gift("b", 2, request=1, portion=4, clock=(1, 0))
+    island.order(gift=gift)
+    assert island.decide().give == -1, "version 1 of fragment 0 was not adopted yet"
+    island.put(0, 1)
+    assert island.decide().give == 4
+    header = MomentsHeader.unpack(island.mailbox.given.read_header(0)[1])
+    assert header == MomentsHeader("run-1", "a", 3, "b", 2, 1, 4, 17, (1, 0), "adam")
+    assert island.decide().give == -1
+    island.order(gift=Gift("b", 2, request=2, portion=0, clock=(1, 0)))
+    decision, finish = island.decide(finish=False)
+    assert decision.give == 0
+    island.order(gift=Gift("b", 2, request=3, portion=1, clock=(1, 0)))
+    assert island.decide().give == -1, "the ranks still write the one before"
+    finish()
+    assert island.decide().give == 1
+
+
+def test_what_is_not_worth_sending_is_not_given(folder):
+    island = Island(folder)
+    island.order(gift=Gift("b", 2, request=1, portion=0, clock=(0, 0)))
+    assert island.decide().give == -1, "there are no moments"
+    island.lead.giving.own = lambda: OwnMoments("adam", 17)
+    assert island.decide(answer=False).give == -1, "the loss is not finite"
+    assert island.decide(stop=True).give == -1
+    assert island.decide().give == 0
+
+
+def test_a_report_says_what_there_is_to_give_and_what_is_asked_for(folder):
+    island = Island(folder)
+    island.lead.ask(3, 1)
+    report = ReportRecord.unpack(island.mailbox.report.read()[1]).report
+    assert (report.phase, report.gives, report.asks, report.portion) == ("starting", 0, 3, 1)
+    island.lead.giving.own = lambda: OwnMoments("adam", 17)
+    island.lead.ask(0, 0)
+    island.lead.stepped()
+    island.lead.report("running")
+    report = ReportRecord.unpack(island.mailbox.report.read()[1]).report
+    assert (report.gives, report.asks) == (1, 0)
