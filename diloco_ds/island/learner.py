@@ -198,7 +198,8 @@ def _introduce(lead: Lead, run: OpenRun, engine: Engine) -> None:
     """With its next report the syncer knows what the island needs and has."""
     step_blocks = engine.world_size * engine.micro_batch * engine.grad_accumulation
     lead.begin_reading(step_blocks, run.data.sequence_length)
-    lead.giving.own = engine.own_moments
+    if engine.can_take_moments():  # else there will be none to give either
+        lead.giving.own = engine.own_moments
 
 
 def _rank_zero(run: OpenRun, engine: Engine, lead: Lead, log: StepLog, outcome: str) -> RankZero:
