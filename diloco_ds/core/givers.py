@@ -63,7 +63,7 @@ class Givers:
     def _name(self, asker: Member, versions: Sequence[int], now: float) -> Peer | None:
         """The decision; None as long as somebody may yet be able to give."""
         if min(versions) < 1:
-            return self._nobody(asker, "the run has just begun: no island has moments that are worth a wait")
+            return self._nobody(asker, "the run has just begun")
         others = [member for member in self._roster if member is not asker and not member.leaving]
         able = [member for member in others if _is_able(member, versions) and not self._is_busy(member)]
         if able:

@@ -248,10 +248,9 @@ class LiveSyncer:
             case GiveBack() if action.trained:
                 reason = f"{action.trained} blocks are to be trained on again: lease {action.lease}, {action.reason}"
                 self._account.tell("blocks_back", reason, island=action.island, blocks=action.trained)
-            case NameGiver():
-                who = action.giver or "nobody"
-                reason = f"{who} gives its optimizer's moments to {action.island}: {action.reason}"
-                self._account.tell("moments", reason, island=action.island, giver=action.giver or None)
+            case NameGiver() if action.giver:
+                reason = f"{action.giver} gives its optimizer's moments to {action.island}: {action.reason}"
+                self._account.tell("moments", reason, island=action.island, giver=action.giver)
             case Phase():
                 self._change_phase(action)
 
