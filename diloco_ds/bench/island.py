@@ -102,7 +102,9 @@ def bench_config(given: RunConfig, like: Island) -> RunConfig:
             "budget": Budget(tokens=10**15),
             "islands": islands,
             "exchange": given.exchange.model_copy(update={"quorum": 1}),
-            "trainer": given.trainer.model_copy(update={"checkpoint_every_s": NEVER, "least_step_s": 0.0}),
+            "trainer": given.trainer.model_copy(
+                update={"checkpoint_every_s": NEVER, "least_step_s": 0.0, "moments_within_s": 0.0}
+            ),
             # A syncer that rests with its island must not take it for absent.
             "syncer": given.syncer.model_copy(update={"checkpoint_every_s": NEVER, "lease_s": NEVER}),
             "evaluation": Evaluation(),

@@ -53,6 +53,10 @@ class Rounds:
         """Late answers of the fragment by island."""
         return self.fragments[fragment].kept
 
+    def contributed(self, round_: Round) -> set[str]:
+        """Islands of whom there is something to merge: on a slow link it comes after its round has ended, and is kept."""
+        return {*round_.answers, *self.kept(round_.fragment)}
+
     def keep(self, answer: Answer, actions: list[Action]) -> None:
         """Keep it for the fragment's next merge: one of each island, the newest."""
         self.forget_kept(answer, actions, bases=range(answer.base + 1))

@@ -290,18 +290,14 @@ class Syncer:
             merge, skip = round_.why_merge(now, self._roster.is_alive), round_.why_skip(now, possible)
             if merge is None and skip is None:
                 continue
-            if merge is None and self._contributed(round_) >= self._exchange.quorum:
+            contributed = sum(name in self._roster for name in self._rounds.contributed(round_))
+            if merge is None and contributed >= self._exchange.quorum:
                 merge = f"{skip}; with what was kept before, a quorum"
             self._rounds.close(round_)
             if merge is not None:
                 self._merge(round_, merge, actions)
             elif skip is not None:
                 self._skip(round_, skip, actions)
-
-    def _contributed(self, round_: Round) -> int:
-        """Islands of whom there is something to merge: on a slow link it comes after its round has ended, and is kept."""
-        names = {*round_.answers, *self._rounds.kept(round_.fragment)}
-        return sum(name in self._roster for name in names)
 
     def _skip(self, round_: Round, reason: str, actions: list[Action]) -> None:
         """What was answered waits for the fragment's next merge."""
@@ -352,7 +348,7 @@ class Syncer:
         quorum = self._exchange.quorum
         for round_ in self._rounds:
             self._rounds.close(round_)
-            count = len({*round_.answers, *self._rounds.kept(round_.fragment)})
+            count = len(self._rounds.contributed(round_))
             if count >= quorum:
                 self._merge(round_, "last round of the run", actions)
             else:

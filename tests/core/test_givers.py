@@ -21,7 +21,7 @@ def running_for_long(*islands, versions=(7, 7)):
     for island in islands:
         syncer.step(ev.Joined(island), 0.0)
     for fragment, version in enumerate(versions):
-        syncer.restore(fragment, version=version, round=20, merged_tokens=100, merged_base={})
+        syncer.restore(fragment, version=version, round=20, merged_tokens=100, merged_base={}, counts={})
     return syncer
 
 

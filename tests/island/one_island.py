@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tiny_run import tiny_config
 
 from diloco_ds.conductor.prepare import new_run
-from diloco_ds.core.events import Orders
+from diloco_ds.core.events import Orders, Peer
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.exchange.wire import OrdersRecord, ReportRecord, ThetaHeader, UpdateHeader
@@ -100,11 +100,14 @@ class OneIsland:
         self.mailbox.orders.write(OrdersRecord(self.run_id, 1, self.orders).pack())
 
     def _lease(self):
-        """What the syncer does when it hears of a new incarnation: lease it blocks, here more than it will read."""
+        """What the syncer does when it hears of a new incarnation: lease it blocks, here more than it will read, and say
+        whose moments it can have: nobody's.
+        """
         record = self.report() if self.mailbox is not None else None
         if record and record.report.step_blocks and record.report.incarnation != self.orders.reader:
             number = record.report.incarnation
-            self.order(reader=number, leases=(number, 10**6 * number, 10**6))
+            peer = Peer(number, reason="it is the only island")
+            self.order(reader=number, leases=(number, 10**6 * number, 10**6), peer=peer)
 
     def put(self, fragment, version, values):
         """A new global fragment arrives in the island's inbox."""

@@ -38,7 +38,8 @@ def test_it_starts_from_the_initial_weights_and_says_who_it_is(island):
     assert (status["incarnation"], status["restarts"]) == (1, 0)
     assert alive(status["pids"]["launcher"])
     assert [alive(pid) for pid in status["pids"]["ranks"]] == [True]
-    assert "fresh" in island.events("started")[0]["reason"]
+    why = "there is no own checkpoint; it is the only island"
+    assert island.events("started")[0]["reason"] == f"initial weights, and fresh optimizer moments: {why}"
 
 
 def test_it_answers_a_want_with_its_weights_of_now(island):
