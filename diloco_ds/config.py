@@ -288,7 +288,7 @@ class Trainer(Block):
         30.0,
         ge=0,
         description="Seconds that a learner without optimizer moments of its own waits for each portion of a peer's, "
-        "stretched to 10 of the peer's steps, before it starts with fresh ones. 0: it does not ask.",
+        "stretched to 15 of the peer's steps, before it starts with fresh ones. 0: it does not ask.",
     )
     loss_chunk: Positive = Field(
         4096, description="Tokens for which the loss over the vocabulary is computed at a time."

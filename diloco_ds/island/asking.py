@@ -20,8 +20,8 @@ from diloco_ds.exchange.wire import MomentsHeader, request_version
 from diloco_ds.island.engine import Engine
 from diloco_ds.island.lead import FIRST_LEASE_WITHIN_S, WAIT_S, Lead
 
-STEPS_OF_PATIENCE = 10
-"""A peer is given at least so many of its own steps for a portion."""
+STEPS_OF_PATIENCE = 15
+"""A peer is given at least so many of its own steps for a portion: more than the syncer gives it before it names another."""
 _WHOLE, _NOTHING = -1, -2
 
 

@@ -67,6 +67,7 @@ class Lead:
         """Which blocks the island reads; None until it is known how many a step takes."""
         self.giving = Giving(Giver(identity.run_id, identity.island, identity.incarnation), mailbox.given)
         """The island's part in giving moments to a peer."""
+        self._introduced = 0.0  # when `begin_reading` was called, time.monotonic
         self._asks = (0, 0)  # request and portion of what it asks of a peer
         self._reporting = threading.Lock()  # the heartbeat reports from a thread of its own
         self._answers = 0
@@ -108,6 +109,7 @@ class Lead:
 
     def begin_reading(self, step_blocks: int, sequence_length: int) -> None:
         """A step takes `step_blocks` blocks; with the next report the syncer knows, and leases some."""
+        self._introduced = time.monotonic()
         self.step_tokens = step_blocks * sequence_length
         self.reading = Reading(self._identity.incarnation, self._identity.index, step_blocks)
 
@@ -117,9 +119,11 @@ class Lead:
         self.report("starting")
 
     def wait_for_lease(self) -> None:
-        """Wait for the first lease. Not longer than FIRST_LEASE_WITHIN_S: the island then begins in the reserve."""
+        """Wait for the first lease, but no longer than FIRST_LEASE_WITHIN_S since the syncer can know of the island: it then
+        begins in the reserve.
+        """
         assert self.reading is not None
-        deadline = time.monotonic() + FIRST_LEASE_WITHIN_S
+        deadline = self._introduced + FIRST_LEASE_WITHIN_S
         while time.monotonic() < deadline:
             orders = self.read_orders()
             if orders.phase != "run" or self.reading.has_lease(orders):

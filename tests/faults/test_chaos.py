@@ -8,6 +8,7 @@ from collections import defaultdict
 
 import psutil
 import pytest
+from failpoints import Failpoints
 from live_run import assert_no_gap, live_run, written
 
 from diloco_ds.core.events import GiveBack, Grant
@@ -18,7 +19,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def points(tmp_path_factory):
+    return Failpoints(tmp_path_factory.mktemp("armed") / "failpoints")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, points):
     """Two islands that both are merged, a schedule of faults from the start; it ends only when it is stopped."""
     directory = tmp_path_factory.mktemp("chaos")
     settings = {
@@ -29,6 +35,7 @@ def run(tmp_path_factory):
     schedule = directory / "storm.yaml"
     schedule.write_text("faults: [{at_s: 0.5, fault: hang, target: syncer, seconds: 1}]\n")
     with live_run(directory, **settings) as run:
+        run.environment = points.environment
         run.train(str(run.run_file), "--chaos", str(schedule))
         run.until(run.status, "the run directory appears")
         run.until_merged_again("a", "b", since=0.0)
@@ -170,12 +177,17 @@ def test_bad_input_is_one_line(run, arguments, expected):
     assert not run.dir.islands.exists()
 
 
-def test_an_island_joins_and_another_leaves(run):
+def test_an_island_joins_and_another_leaves(run, points):
+    ranks = {island.pids.ranks[0]: island.name for island in run.status().islands}
+    killed = points.arm("learner.giving")
     joined = run.command("join", str(run.dir.root), "--island", "c", "threads_per_rank=1")
     assert joined.returncode == 0, joined.stderr
     run.until_merged_again("c", since=0.0)
     (started,) = run.records("event", event="started", role="learner", island="c")
-    assert "and optimizer moments of " in started["reason"]
+    dead, giver = [event["giver"] for event in run.records("event", event="moments", island="c")]
+    assert ranks[killed.hit()] == dead, "it died while it gave"
+    assert f"and optimizer moments of {giver}, " in started["reason"]
+    run.until_merged_again("a", "b", since=started["time"])
     first = run.steps("c")[0]
     assert first["step"] > 1, "it takes up the global step"
     assert first["lr"] == pytest.approx(run.steps("b")[-1]["lr"], rel=0.2)
@@ -219,7 +231,7 @@ def test_two_ctrl_c_end_it_at_once_and_leave_nothing_and_chaos_is_refused(run):
 def test_after_a_loss_a_leave_a_join_and_two_syncers_the_accounts_of_the_data_balance(run):
     """By the tape: blocks are leased to one island at a time, and what is neither leased nor free is merged."""
     held, free, frontier, lost = {}, set(), 0, defaultdict(int)
-    for _, action in taped(run, Grant, GiveBack):
+    for at, action in taped(run, Grant, GiveBack):
         if isinstance(action, Grant):
             blocks = set(range(action.start, action.start + action.size))
             for other in held.values():
@@ -231,7 +243,7 @@ def test_after_a_loss_a_leave_a_join_and_two_syncers_the_accounts_of_the_data_ba
             back = set(range(action.start, action.start + action.size))
             held.pop(action.lease)
             free |= back
-            lost[action.island, action.reason] += action.trained
+            lost[action.island, at] += action.trained
     assert {island for island, _ in lost} >= {"a", "b"}
     rotation = (
         run.config.exchange.period * run.records("event", event="started", island="a")[0]["step_tokens"]
@@ -243,5 +255,5 @@ def test_after_a_loss_a_leave_a_join_and_two_syncers_the_accounts_of_the_data_ba
     assert ledger.lost == 0
     assert ledger.merged > 0
     assert ledger.free == len(free) + ledger.epochs * ledger.epoch_blocks - frontier
-    assert sum(lost.values()) <= ledger.trained_twice - ledger.reserve <= 4 * rotation
+    assert sum(lost.values()) <= ledger.trained_twice - ledger.reserve <= 5 * rotation
     assert run.command("replay", str(run.dir.root)).returncode == 0, "the ledger decides the same again"
