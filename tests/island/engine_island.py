@@ -130,6 +130,15 @@ class Island:
         portions = Portions(self.layout.numels)
         return self.together(self.engine.write_moments, "portion", [portions.numel] * portions.count)
 
+    def given_moments(self):
+        """The moments in these portions, as `moments` has them."""
+        values = torch.stack(self.given()).unflatten(1, (2, -1)).transpose(0, 1).flatten(1)
+        return [
+            part
+            for value in values
+            for part in value[: sum(self.layout.numels)].split(list(self.layout.numels))
+        ]
+
     def together(self, write, name, numels):
         paths = [self.directory / f"{name}{index}" for index in range(len(numels))]
         if self.engine.rank == 0:  # from_file writes into a file that it must make larger: not in a race

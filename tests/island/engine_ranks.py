@@ -42,6 +42,7 @@ def exchange(case, directory):
     snapshot = island.written()
     seen["written fragments are the masters"] = equal(snapshot, island.masters())
     moments = island.moments()
+    seen["given portions are the moments"] = equal(island.given_moments(), moments)
 
     island.adopt(noise(1, island.layout), "overwrite")
     seen["overwrite is in place"] = in_place(island, noise(1, island.layout))
