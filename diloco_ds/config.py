@@ -163,9 +163,10 @@ class Merge(Block):
     norm: Literal["tensor", "fragment"] = Field(
         "tensor", description="Over what RDA takes a norm: each tensor or the whole fragment."
     )
-    weights: Literal["tokens", "uniform"] = Field(
+    weights: Literal["tokens", "uniform", "expert_tokens"] = Field(
         "tokens",
-        description="Weight of a learner: tokens^2 / steps (Sec. 3.2), or equal for all that made a step.",
+        description="Weight of a learner: tokens^2 / steps (Sec. 3.2), or equal for all that made a step. expert_tokens: "
+        "tokens, and each expert by the tokens routed to it, merged by itself (models with experts).",
     )
     anchor: Literal["global", "base"] = Field(
         "global",

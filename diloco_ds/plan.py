@@ -165,7 +165,7 @@ def _island(config: RunConfig, island: Island, parameters: int, layout: Fragment
         ranks=island.ranks,
         tokens_per_step=island.ranks * micro_batch * accumulation * config.data.sequence_length,
         rank_memory=rank_memory(settings, parameters, island.ranks, _experts(layout)),
-        mailbox_bytes=Mailbox.file_size(layout.numels, inbox=True),
+        mailbox_bytes=Mailbox.file_size(layout.numels, inbox=True, experts=layout.experts),
     )
 
 
@@ -214,7 +214,7 @@ def _wire(config: RunConfig, layout: FragmentLayout, step_s: float) -> WirePlan:
 def _syncer(config: RunConfig, layout: FragmentLayout) -> SyncerPlan:
     return SyncerPlan(
         store_bytes=Store.file_size(layout, OuterOptimizer(config.exchange.outer).buffers),
-        mailbox_bytes=Mailbox.file_size(layout.numels, inbox=False),
+        mailbox_bytes=Mailbox.file_size(layout.numels, inbox=False, experts=layout.experts),
         scratch_bytes=_FP32 * max(layout.numels),
     )
 

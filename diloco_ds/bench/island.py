@@ -141,7 +141,8 @@ def _start(
     """Start a loop, wait until it is warm, and let it rest."""
     run_id, roles = run.run_id(), []
     if name != PLAIN:
-        Mailbox.create(SharedMemory(run_id).island_end(name), layout.numels, inbox=True)
+        folder = SharedMemory(run_id).island_end(name)
+        Mailbox.create(folder, layout.numels, inbox=True, experts=layout.experts)
     if name == EXCHANGE:
         parts = Parts.of(run, config, islands=True)
         for part in (parts.syncer, parts.links[name]):

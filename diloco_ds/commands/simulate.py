@@ -150,10 +150,25 @@ def _add_bandwidth(parts: Any) -> None:
     _add_exchange(part)
 
 
+def _add_text(part: argparse.ArgumentParser) -> None:
+    part.add_argument(
+        "--text",
+        type=Path,
+        required=True,
+        nargs="+",
+        metavar="FILE",
+        help="text to train on (UTF-8); several files are kinds of text, and learners have them in this order",
+    )
+
+
 def _add_train(parts: Any) -> None:
     text = "Real tiny models with true gradients, all learners in this process: held-out loss."
     part = _part(parts, "train", _train, text, None)
-    part.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to train on (UTF-8)")
+    _add_text(part)
+    part.add_argument("--experts", type=int, default=0, metavar="E", help="experts a layer, 0 = dense (0)")
+    part.add_argument(
+        "--weights", choices=("tokens", "uniform", "expert_tokens"), default="tokens", help="of the learners"
+    )
     part.add_argument("--learners", type=int, default=4, metavar="M", help="learners (4)")
     part.add_argument("--steps", type=int, default=100, help="inner steps of each learner's share (100)")
     part.add_argument("--slowest", type=float, default=0.0, help="how far the slowest is behind, 0..1 (0)")
@@ -167,11 +182,11 @@ def _add_train(parts: Any) -> None:
 
 def _add_study(parts: Any) -> None:
     text = (
-        "The quality study: merge, adoption, anchor, late answers, quorum, outer optimizer and period, "
+        "The quality study: merge, adoption, anchor, late answers, quorum, outer optimizer, period and experts, "
         "against data parallel."
     )
     part = _part(parts, "study", _study, text, "simulations")
-    part.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to train on (UTF-8)")
+    _add_text(part)
     part.add_argument("--steps", type=int, default=240, help="inner steps of each learner's share (240)")
     part.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds from --seed on (3)")
     part.add_argument("--groups", nargs="+", metavar="GROUP", help="only these groups of cases (all)")
@@ -277,8 +292,9 @@ def _bandwidth(arguments: argparse.Namespace) -> None:
 def _train(arguments: argparse.Namespace) -> None:
     from diloco_ds.sim import figures, tables, tiny_model, training
 
-    names = ("learners", "steps", "slowest", "step_variance", "seed", "data_parallel")
-    exchange = _exchange_of(arguments, matrices=arguments.matrices, anchor=arguments.anchor)
+    names = ("learners", "steps", "slowest", "step_variance", "seed", "data_parallel", "experts")
+    merge = {name: getattr(arguments, name) for name in ("matrices", "anchor", "weights")}
+    exchange = _exchange_of(arguments, **merge)
     study = training.Training(
         text=tiny_model.read_text(arguments.text),
         exchange=exchange,

@@ -82,8 +82,9 @@ def check_joining(run: RunDir, config: RunConfig, island: str) -> None:
     port = config.island(island).master_port
     if port is not None and not _free(port):
         raise UserError(f"master_port: {port} is in use; choose another, or leave it out for a free one")
-    numels = FragmentLayout.from_json(run.layout.read_text()).numels
-    require_space(SHARED, sum(Mailbox.file_size(numels, inbox=inbox) for inbox in (False, True)))
+    layout = FragmentLayout.from_json(run.layout.read_text())
+    sizes = (Mailbox.file_size(layout.numels, inbox=inbox, experts=layout.experts) for inbox in (False, True))
+    require_space(SHARED, sum(sizes))
 
 
 def check_changed(run: RunDir, config: RunConfig) -> None:
@@ -178,8 +179,8 @@ def check_sources(config: RunConfig, base_dir: Path) -> None:
 def planned_layout(config: RunConfig, base_dir: Path) -> FragmentLayout:
     """The fragments of the model, found without making its weights or reading the text.
 
-    UserError for a model that cannot be built, whose vocabulary is not the tokenizer's, or whose experts cannot be divided
-    as an island says. A tokenizer that is still to be
+    UserError for a model that cannot be built, whose vocabulary is not the tokenizer's, whose experts cannot be divided
+    as an island says, or that has none where the merge weighs them. A tokenizer that is still to be
     trained counts with the size it is asked for.
     """
     from diloco_ds.core.fragments import balance
@@ -193,7 +194,13 @@ def planned_layout(config: RunConfig, base_dir: Path) -> FragmentLayout:
     model = meta_model(build_config(config.model, int(entries or 0)))
     for island in config.islands:
         check_experts(config, island.name, model)
-    return balance(tensor_specs(model), config.exchange.fragments, config.exchange.period)
+    layout = balance(tensor_specs(model), config.exchange.fragments, config.exchange.period)
+    if config.exchange.merge.weights == "expert_tokens" and not any(layout.experts):
+        raise UserError(
+            f"exchange.merge.weights: expert_tokens, but {type(model).__name__} trains no experts in tensors "
+            "[experts, ...]; take tokens"
+        )
+    return layout
 
 
 def check_experts(config: RunConfig, island: str, model: PreTrainedModel) -> None:
@@ -222,9 +229,9 @@ def _shared_sizes(config: RunConfig, layout: FragmentLayout, islands: bool) -> I
 
     yield Store.file_size(layout, OuterOptimizer(config.exchange.outer).buffers)
     for _ in config.islands:
-        yield Mailbox.file_size(layout.numels, inbox=False)
+        yield Mailbox.file_size(layout.numels, inbox=False, experts=layout.experts)
         if islands:
-            yield Mailbox.file_size(layout.numels, inbox=True)
+            yield Mailbox.file_size(layout.numels, inbox=True, experts=layout.experts)
 
 
 def _free(port: int) -> bool:

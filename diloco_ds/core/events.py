@@ -63,6 +63,7 @@ class Answer:
     update_id: int  # unique per run; a retry carries the same one
     lease: int = 0  # at the snapshot, as in Report: all before it was trained on
     cursor: int = 0
+    expert_tokens: Sequence[int] = ()  # tokens routed to each of the fragment's experts; none: not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,7 @@ class Part:
     late: bool  # kept from an earlier round (late = merge_next)
     lease: int = 0  # as in Answer
     cursor: int = 0
+    expert_tokens: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,26 @@ from diloco_ds.errors import UserError
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that travels: its name in the model, its shape, and whether it is a token embedding."""
+    """A tensor that travels: its name in the model, its shape, and whether it is a token embedding.
+
+    expert_layer: which layer of experts it belongs to, counted from 0 over the model; it is then [experts, ...]. None
+    for every other tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
     embedding: bool
+    expert_layer: int | None = None
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def experts(self) -> int:
+        """Experts whose weights it holds, 0 for a tensor of another kind."""
+        return 0 if self.expert_layer is None else self.shape[0]
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,19 @@ class FragmentLayout:
         """Whether the fragment holds token embeddings and nothing else."""
         return all(placed.spec.embedding for placed in self.tensors_of(fragment))
 
+    def expert_layers(self, fragment: int) -> dict[int, int]:
+        """Experts of each layer of experts of which the fragment holds tensors, by ascending layer: what is told of a
+        fragment's experts comes in this order.
+        """
+        tensors = self.tensors_of(fragment)
+        found = {p.spec.expert_layer: p.spec.experts for p in tensors if p.spec.expert_layer is not None}
+        return dict(sorted(found.items()))
+
+    @cached_property
+    def experts(self) -> tuple[int, ...]:
+        """Of each fragment the experts of all its `expert_layers`; 0 where it holds none."""
+        return tuple(sum(self.expert_layers(p).values()) for p in range(self.fragments))
+
     def fragment_at(self, step: int) -> int | None:
         """The fragment whose turn global step `step` is, or None if it is nobody's."""
         return self._turns.get(step % self.period)
@@ -98,6 +121,7 @@ class FragmentLayout:
                 "embedding": placed.spec.embedding,
                 "fragment": placed.fragment,
                 "offset": placed.offset,
+                **({} if placed.spec.expert_layer is None else {"expert_layer": placed.spec.expert_layer}),
             }
             for placed in self.tensors
         ]
@@ -111,7 +135,9 @@ class FragmentLayout:
             value = json.loads(text)
             tensors = tuple(
                 Placed(
-                    TensorSpec(entry["name"], tuple(entry["shape"]), entry["embedding"]),
+                    TensorSpec(
+                        entry["name"], tuple(entry["shape"]), entry["embedding"], entry.get("expert_layer")
+                    ),
                     entry["fragment"],
                     entry["offset"],
                 )
@@ -129,10 +155,14 @@ class FragmentLayout:
         ):
             raise ValueError(f"offsets {list(self.offsets)} are not distinct in 0..{self.period - 1}")
         filled = [0] * self.fragments
+        experts: dict[int, int] = {}
         for placed in self.tensors:
             if placed.fragment < 0 or placed.offset != filled[placed.fragment]:
                 raise ValueError(f"tensor '{placed.spec.name}' does not follow the one before it")
             filled[placed.fragment] += placed.spec.numel
+            layer = placed.spec.expert_layer
+            if layer is not None and experts.setdefault(layer, placed.spec.experts) != placed.spec.experts:
+                raise ValueError(f"'{placed.spec.name}' has another number of experts than its layer {layer}")
         if not filled or not all(filled):
             raise ValueError("there is a fragment without tensors")
 

@@ -314,7 +314,10 @@ class Syncer:
         rule = self._exchange.merge.weights
         weights = normalised([learner_weight(a.steps, a.tokens, rule) for a, _ in chosen])
         parts = tuple(
-            Part(a.island, a.update_id, a.base, a.steps, a.tokens, weight, late, a.lease, a.cursor)
+            Part(
+                *(a.island, a.update_id, a.base, a.steps, a.tokens, weight, late),
+                *(a.lease, a.cursor, a.expert_tokens),
+            )
             for (a, late), weight in zip(chosen, weights, strict=True)
         )
         lr_tokens = self.merged_tokens

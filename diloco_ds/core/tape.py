@@ -141,9 +141,13 @@ def _value(kind: str, values: dict[str, Any]) -> Event | Action:
         raise ValueError(f"unknown kind '{kind}'")
     cls = _TYPES[kind]
     if cls is Merge:
-        values["parts"] = [Part(**part) for part in values["parts"]]
-    value: Event | Action = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        values["parts"] = [Part(**_tuples(part)) for part in values["parts"]]
+    value: Event | Action = cls(**_tuples(values))
     return value
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
 
 def _check_header(header: Header, last: Header | None, run_id: str | None, layout_digest: str | None) -> None:

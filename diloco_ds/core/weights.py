@@ -6,15 +6,23 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+WeightRule = Literal["tokens", "uniform", "expert_tokens"]
+"""expert_tokens is `tokens` but for the tensors of experts, which count by `expert_weights`."""
 
-def learner_weight(steps: int, tokens: int, rule: Literal["tokens", "uniform"]) -> float:
+
+def learner_weight(steps: int, tokens: int, rule: WeightRule) -> float:
     """Weight of a learner that made `steps` inner steps over `tokens` tokens on its fragment; no steps: 0.
 
     tokens: tokens * (tokens / steps), quantity times quality (Decoupled DiLoCo, Sec. 3.2); uniform: 1.
     """
     if steps <= 0 or tokens <= 0:
         return 0.0
-    return tokens * tokens / steps if rule == "tokens" else 1.0
+    return 1.0 if rule == "uniform" else tokens * tokens / steps
+
+
+def expert_weights(steps: int, expert_tokens: Sequence[int]) -> tuple[float, ...]:
+    """Weight of a learner for each of a fragment's experts, of the tokens that it routed to each in `steps` steps."""
+    return tuple(learner_weight(steps, tokens, "tokens") for tokens in expert_tokens)
 
 
 def normalised(weights: Sequence[float]) -> list[float]:

@@ -28,11 +28,11 @@ class Refusal(Exception):
 class Intake:
     """The mailbox of island `name` at the syncer's end."""
 
-    def __init__(self, name: str, mailbox: Mailbox, run_id: str, layout_digest: str) -> None:
+    def __init__(self, name: str, mailbox: Mailbox, run_id: str, layout: FragmentLayout) -> None:
         self.name = name
         self.mailbox = mailbox
         self.report: ReportRecord | None = None
-        self._run_id, self._layout_digest = run_id, layout_digest
+        self._run_id, self._layout_digest, self._experts = run_id, layout.digest, layout.experts
         self._report_sequence = 0
         self._seen = [-1] * len(mailbox.outbox.numels)  # newest version of the outbox that was looked at
         self._headers: dict[int, tuple[int, UpdateHeader]] = {}  # per fragment: version in the outbox, header
@@ -134,7 +134,14 @@ class Intake:
                 f"update {header.update_id}: fragment {header.fragment} of {header.numel} values where fragment {fragment} "
                 f"has {numel}",
             )
-        if min(header.steps, header.tokens, header.lease, header.cursor) < 0:
+        told = len(header.expert_tokens)
+        if told not in (0, self._experts[fragment]):
+            raise Refusal(
+                "wrong_shape",
+                f"update {header.update_id}: tokens of {told} experts where fragment {fragment} has "
+                f"{self._experts[fragment]}",
+            )
+        if min(header.steps, header.tokens, header.lease, header.cursor, *header.expert_tokens) < 0:
             raise Refusal(
                 "malformed",
                 f"update {header.update_id}: {header.steps} steps, {header.tokens} tokens, "
@@ -152,6 +159,8 @@ class Intake:
 def open_intake(island: str, run_id: str, layout: FragmentLayout) -> Intake:
     """The syncer's end of an island's exchange, made where it is not there yet."""
     folder = SharedMemory(run_id).syncer_end(island)
-    there = folder.exists()
-    mailbox = Mailbox.open(folder) if there else Mailbox.create(folder, layout.numels, inbox=False)
-    return Intake(island, mailbox, run_id, layout.digest)
+    if folder.exists():
+        mailbox = Mailbox.open(folder)
+    else:
+        mailbox = Mailbox.create(folder, layout.numels, inbox=False, experts=layout.experts)
+    return Intake(island, mailbox, run_id, layout)

@@ -25,7 +25,12 @@ from diloco_ds.exchange.record import Record
 from diloco_ds.exchange.space import private_folder, require_space
 
 META_CAPACITY = 1024
-"""Bytes for the header of a fragment in a mailbox."""
+"""Bytes for the header of a fragment that tells of no experts."""
+
+
+def meta_capacity(experts: Sequence[int]) -> int:
+    """Bytes for the header of a fragment, given the experts of each: an int64 for each expert, and room for the rest."""
+    return META_CAPACITY + 8 * max(experts, default=0)
 
 
 def record_capacity(fragments: int) -> int:
@@ -53,13 +58,14 @@ class Mailbox:
         self.taken = FragmentBox.open(folder / "taken") if of_an_island else None
 
     @classmethod
-    def create(cls, folder: Path, numels: Sequence[int], inbox: bool) -> Mailbox:
-        """A new mailbox for fragments of `numels` values, mode 0700: whole, or not at all.
+    def create(cls, folder: Path, numels: Sequence[int], inbox: bool, experts: Sequence[int] = ()) -> Mailbox:
+        """A new mailbox for fragments of `numels` values and `experts` experts (none given: none), mode 0700: whole, or
+        not at all.
 
         UserError if there is one already, or shared memory is missing, too small, or not ours.
         """
         private_folder(folder.parent)
-        require_space(folder.parent, cls.file_size(numels, inbox))
+        require_space(folder.parent, cls.file_size(numels, inbox, experts))
         partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
         partial.mkdir(mode=0o700)
         try:
@@ -67,7 +73,7 @@ class Mailbox:
             Record.create(partial / "report", capacity)
             Record.create(partial / "orders", capacity)
             for box in ("outbox", "inbox") if inbox else ("outbox",):
-                FragmentBox.create(partial / box, numels, META_CAPACITY)
+                FragmentBox.create(partial / box, numels, meta_capacity(experts))
             for box in ("given", "taken") if inbox else ("given",):
                 FragmentBox.create(partial / box, _portion(numels), moments_capacity(len(numels)))
             os.rename(partial, folder)
@@ -86,9 +92,9 @@ class Mailbox:
         return cls(folder)
 
     @staticmethod
-    def file_size(numels: Sequence[int], inbox: bool) -> int:
+    def file_size(numels: Sequence[int], inbox: bool, experts: Sequence[int] = ()) -> int:
         """Bytes of shared memory a mailbox takes once every slot was written (the two records aside)."""
-        fragments = FragmentBox.file_size(numels, META_CAPACITY)
+        fragments = FragmentBox.file_size(numels, meta_capacity(experts))
         moments = FragmentBox.file_size(_portion(numels), moments_capacity(len(numels)))
         return (1 + inbox) * (fragments + moments)
 

@@ -56,7 +56,7 @@ class Merger:
         delta = self._scratch[: theta.numel()]
         pairs = zip(action.parts, payloads, strict=True)
         parts = [
-            MergePart(part.weight, payload.values, payload.is_gradient)
+            MergePart.of(part, payload.values, payload.is_gradient)
             for part, payload in sorted(pairs, key=lambda pair: (pair[0].island, pair[0].update_id))
         ]
         merge_fragment(self._layout, action.fragment, theta, parts, self._rule, delta)

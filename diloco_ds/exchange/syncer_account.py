@@ -7,11 +7,14 @@ import os
 import socket
 from collections import Counter
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 import psutil
 
-from diloco_ds.core.events import Merge
+from diloco_ds.core.events import Merge, Part
+from diloco_ds.core.expert_load import expert_load
+from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.core.ledger import Accounts
 from diloco_ds.core.view import IslandView, View
 from diloco_ds.exchange.recovery import Recovery
@@ -25,8 +28,9 @@ log = logging.getLogger(__name__)
 class Account:
     """Metrics, log and status of the syncer of `generation`; `target_tokens` is the run's budget."""
 
-    def __init__(self, run: RunDir, generation: int, target_tokens: int) -> None:
+    def __init__(self, run: RunDir, generation: int, target_tokens: int, layout: FragmentLayout) -> None:
         self._run, self._generation, self._target_tokens = run, generation, target_tokens
+        self._layout = layout
         self._metrics = MetricsFile(run.metrics)
         self._drops: Counter[str] = Counter()
         self._dropped_before: set[tuple[str, str]] = set()
@@ -69,9 +73,11 @@ class Account:
                 "weight": part.weight,
                 "base": part.base,
                 "late": part.late,
+                **self._expert_load(action.fragment, part),
             }
             for part in action.parts
         ]
+        loads = [part["expert_load"] for part in parts if "expert_load" in part]
         contributors = {part.island for part in action.parts}
         trained = sum(island.tokens for island in view.islands.values())
         self._metrics.write(
@@ -89,8 +95,14 @@ class Account:
             token_share=min(view.merged_tokens / trained, 1.0) if trained else None,
             parts=parts,
             reason=action.reason,
+            **({"expert_load": fmean(loads)} if loads else {}),
             **measured,
         )
+
+    def _expert_load(self, fragment: int, part: Part) -> dict[str, float]:
+        """Of an island whose tokens are counted for each expert."""
+        load = expert_load(self._layout.expert_layers(fragment).values(), part.expert_tokens)
+        return {} if load is None else {"expert_load": load}
 
     def write_status(
         self,

@@ -61,7 +61,7 @@ def serve(run: RunDir) -> bool:
         marks = [store.mark(fragment) for fragment in range(layout.fragments)]
         state = tape_state(marks, store.ledger(), recovery.origins)
         header = Header(manifest["run_id"], layout.digest, tenure.generation, state)
-        account = Account(run, tenure.generation, config.budget.tokens)
+        account = Account(run, tenure.generation, config.budget.tokens, layout)
         account.tell_of_recovery(recovery)
         syncer = LiveSyncer(
             Parts(

@@ -22,7 +22,7 @@ from diloco_ds.core.events import Answer, Orders, Report
 
 _ENVELOPE = struct.Struct("<4sHHI")
 _MAGIC = b"DDSW"
-_FORMAT = 3
+_FORMAT = 4
 _CRC = struct.Struct("<I")
 _INT = struct.Struct("<q")
 _FLOAT = struct.Struct("<d")
@@ -128,6 +128,7 @@ class UpdateHeader(Message):
     lease: int  # how far its island had read, as in Answer
     cursor: int
     numel: int
+    expert_tokens: tuple[int, ...] = ()  # as in Answer
 
     def to_answer(self) -> Answer:
         """The event the core is told once the payload is found sound."""
@@ -142,6 +143,7 @@ class UpdateHeader(Message):
             update_id=self.update_id,
             lease=self.lease,
             cursor=self.cursor,
+            expert_tokens=self.expert_tokens,
         )
 
 

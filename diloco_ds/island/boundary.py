@@ -19,6 +19,7 @@ from diloco_ds.core.reading import PIECES, Piece
 from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.island.completion import Completion
+from diloco_ds.island.routing import Routing
 from diloco_ds.island.slices import How
 from diloco_ds.island.timing import Laps
 from diloco_ds.island.transfer import Transfer
@@ -135,9 +136,10 @@ class Boundary:
         completion: Completion,
         adoption: config.Adoption,
         laps: Laps,
+        routing: Routing | None = None,
     ) -> None:
         self._ranks, self._inbox, self._outbox, self._given = ranks, inbox, outbox, given
-        self._completion = completion
+        self._completion, self._routing = completion, routing
         self._laps = laps
         self._alpha = adoption.alpha
         if adoption.how == "none":  # rank 0 then never decides that anything is adopted
@@ -160,7 +162,7 @@ class Boundary:
 
         A fragment that is both wanted and replaced is sent as it was before.
         """
-        transfers = [self._answer(fragment) for fragment in decision.answer]
+        transfers = [transfer for fragment in decision.answer for transfer in self._answer(fragment)]
         if decision.give != _NONE:
             transfers.append(self._ranks.write_moments(decision.give, self._given.begun(0)))
             failpoint("learner.giving")
@@ -171,12 +173,16 @@ class Boundary:
             self._completion.boundary(transfers, finish)
         self._laps.lap("complete")
 
-    def _answer(self, fragment: int) -> Transfer:
-        transfer = self._ranks.write_fragment(fragment, self._outbox.begun(fragment))
+    def _answer(self, fragment: int) -> list[Transfer]:
+        transfers = [self._ranks.write_fragment(fragment, self._outbox.begun(fragment))]
+        if self._routing is not None:
+            transfers += self._routing.answer(fragment)
         failpoint("learner.written")
-        return transfer
+        return transfers
 
     def _adopt(self, fragment: int, adopt: Adopt) -> Transfer:
+        if self._routing is not None:
+            self._routing.adopted(fragment, keeps=self._how == "rebase")
         source = _needed(self._inbox.payload(fragment, adopt.version), fragment, adopt.version)
         failpoint("learner.adopting")
         if self._how != "rebase":

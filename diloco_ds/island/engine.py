@@ -31,6 +31,7 @@ from diloco_ds.island.slices import How, Ranks, adopt, find_slices, undo_first_s
 from diloco_ds.island.timing import StepResult, StepTimer
 from diloco_ds.island.transfer import HostMemory, Transfer
 from diloco_ds.model.build import travelling_parameters
+from diloco_ds.model.experts import ExpertLayer, RoutedTokens, expert_modules
 from diloco_ds.model.initial import WEIGHTS, empty_model
 from diloco_ds.model.loss import LossModel
 from diloco_ds.rundir import write_json
@@ -66,7 +67,9 @@ class Engine:
         self.grad_accumulation: int = engine.gradient_accumulation_steps()
         self._base_lr = [group["lr"] for group in engine.optimizer.param_groups]
         self._timer = StepTimer(self.device)
-        self._host = HostMemory(self.device)
+        self.host = HostMemory(self.device)
+        self.routed: RoutedTokens | None = None
+        """Tokens of each expert, where they are counted."""
         self._group = distributed.new_group(backend="gloo")
         self._decision: tuple[Any, Tensor] | None = None
         self._taking: PortionedMoments | None = None
@@ -83,12 +86,13 @@ class Engine:
         trainer: config.Trainer,
         layout: FragmentLayout,
         seed: int,
+        count_routed: bool = False,
     ) -> Engine:
         """Join the island's ranks (the launcher's environment names them) and hand the model in `initial`
         (model/initial.py) to DeepSpeed. No rank ever holds more of it than it trains with: at ZeRO-3 its part.
 
-        `seed` is for dropout and the like. Blocks until all ranks are there. UserError for settings that
-        cannot work.
+        `seed` is for dropout and the like. `count_routed`: count the tokens of each expert (`routed`). Blocks until all
+        ranks are there. UserError for settings that cannot work.
         """
         connect()
         cpu = get_accelerator().device_name() == "cpu"
@@ -99,6 +103,7 @@ class Engine:
         if trainer.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         loss_model = LossModel(model, trainer.loss_chunk)
+        layers = [ExpertLayer(module) for module in expert_modules(model).values()] if count_routed else []
         experts = expert_parallel_size(deepspeed_config)
         if settings.get("zero_optimization", {}).get("stage") == 3 and experts == 1:
             _partition(loss_model, settings)
@@ -113,6 +118,8 @@ class Engine:
         if trainer.compile:
             engine.compile()
         started = cls(engine, layout, division)
+        if layers:
+            started.routed = RoutedTokens(layers, layout, started.device)
         with TensorFile(initial / WEIGHTS) as file:  # DeepSpeed has made the masters of the rounded weights
             read_weights(file, layout, started._slices)
         return started
@@ -140,7 +147,7 @@ class Engine:
             self._timer.lap("forward")
             self._engine.backward(loss)
             self._timer.lap("backward")
-            self._host.hold_writers()
+            self.host.hold_writers()
             self._engine.step()
             self._timer.lap("optimizer")
         distributed.all_reduce(total)
@@ -185,7 +192,7 @@ class Engine:
         fragment is whole when the transfers of all ranks are done; each element is written by exactly one.
         Waits for nobody.
         """
-        return self._host.take(self._slices[fragment].owned, out)
+        return self.host.take(self._slices[fragment].owned, out)
 
     def adopt_fragment(
         self,
@@ -202,15 +209,15 @@ class Engine:
         `snapshot` must be left alone until the transfer is done. `overwrite` waits for nobody, `mix` and
         `rebase` for the other ranks.
         """
-        self._host.hold_writers()
+        self.host.hold_writers()
         adopt(self._slices[fragment], source, how, alpha, snapshot, self._ranks)
-        return self._host.mark()
+        return self.host.mark()
 
     def pin(self, address: int, nbytes: int) -> None:
         """Page-lock mapped memory that fragments are written to and adopted from, until `close`. On a CPU
         nothing is to be done.
         """
-        self._host.pin(address, nbytes)
+        self.host.pin(address, nbytes)
 
     # --- the optimizer's moments, for and from other islands ---
 
@@ -222,7 +229,7 @@ class Engine:
         """Copy this rank's part of a portion of the moments into `out`, its flat fp32 values in host memory. As
         `write_fragment`.
         """
-        return self._host.take(self._moments().owned(portion), out)
+        return self.host.take(self._moments().owned(portion), out)
 
     def can_take_moments(self, optimizer: str | None = None) -> bool:
         """Whether moments could be taken of a peer with this `optimizer` (OwnMoments), or of any."""
@@ -281,7 +288,7 @@ class Engine:
         """Wait for the other ranks and end; without `disconnect` another engine can be started among them
         afterwards.
         """
-        self._host.close()
+        self.host.close()
         distributed.barrier(group=self._group)
         self._engine.destroy()
         if disconnect:  # or half of the clean ends abort at exit

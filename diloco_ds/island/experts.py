@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from diloco_ds.errors import UserError
+from diloco_ds.model.experts import expert_modules
 
 
 class Division(NamedTuple):
@@ -28,20 +29,6 @@ class Division(NamedTuple):
 
 WHOLE = Division(1, {})
 """Every rank holds all experts."""
-
-
-def expert_modules(model: nn.Module) -> dict[str, Any]:
-    """The modules of `model` that hold the experts of one layer as tensors [experts, ...], by name."""
-    return {name: module for name, module in model.named_modules() if _holds_experts(module)}
-
-
-def _holds_experts(module: nn.Module) -> bool:
-    count, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
-    return (
-        isinstance(count, int)
-        and all(parameter.shape[0] == count for parameter in parameters)
-        and any(parameter.ndim == 3 for parameter in parameters)  # a router has a matrix [experts, width]
-    )
 
 
 def check_division(model: nn.Module, size: int, ranks: int) -> None:

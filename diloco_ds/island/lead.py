@@ -70,6 +70,8 @@ class Lead:
         self._introduced = 0.0  # when `begin_reading` was called, time.monotonic
         self._asks = (0, 0)  # request and portion of what it asks of a peer
         self._reporting = threading.Lock()  # the heartbeat reports from a thread of its own
+        self.routed: Callable[[int, int], tuple[int, ...]] | None = None
+        """Of a fragment and an answer's tokens those routed to each expert (`Routing.told`), where they are counted."""
         self._answers = 0
         self._adopting: set[int] = set()  # fragments pinned in the inbox
         self._writing: set[int] = set()  # fragments begun in the outbox
@@ -233,6 +235,8 @@ class Lead:
     ) -> None:
         """All ranks have written and read: make the answers and the gift visible and give the inbox free."""
         for fragment, header in headers.items():
+            if self.routed is not None:
+                header = replace(header, expert_tokens=self.routed(fragment, header.tokens))
             # Update ids rise over all incarnations, so they serve as versions of the outbox too.
             self._outbox.commit(fragment, header.update_id, header.pack())
             self._snapshots[fragment] = header.update_id

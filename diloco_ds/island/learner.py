@@ -32,6 +32,7 @@ from diloco_ds.island.heartbeat import heartbeat
 from diloco_ds.island.lead import Lead
 from diloco_ds.island.pace import PacedBatches
 from diloco_ds.island.rank_zero import RankZero, StepTimes
+from diloco_ds.island.routing import Routing, RoutingBoard
 from diloco_ds.island.saving import Saver
 from diloco_ds.island.start import OpenRun, complete, restore
 from diloco_ds.island.step_log import StepLog
@@ -66,6 +67,7 @@ class Learner:
         completion: Completion,
         zero: RankZero | None,
         stop: Stop,
+        routing: Routing | None = None,
     ) -> None:
         assert run.mailbox.inbox is not None
         self._run, self._engine, self._batches, self._zero, self._stop = run, engine, batches, zero, stop
@@ -79,6 +81,7 @@ class Learner:
             completion,
             run.config.exchange.adoption,
             self._laps,
+            routing,
         )
         self._base_lr, self._lr_factor = _learning_rate(run)
         self._ended = time.perf_counter()
@@ -166,6 +169,8 @@ def learn(run: OpenRun, stop: Stop) -> None:
     with _spoken_for(lead, "starting"):
         if run.rank == 0:
             RankBoard.renew(board, run.ranks)  # before the ranks meet in Engine.start
+            if _counts_experts(run):
+                RoutingBoard.renew(_routing_board(run), run.ranks, run.layout.experts)
         engine = _start_engine(run)
         failpoint("learner.starting")
         restored = restore(engine, lead, run.checkpoints)
@@ -176,7 +181,8 @@ def learn(run: OpenRun, stop: Stop) -> None:
     with _spoken_for(lead, "starting"):
         batches = _open_batches(run, engine, lead)
     completion = Completion(RankBoard(board), run.rank)
-    Learner(run, engine, batches, completion, zero, stop).train()
+    routing = _routing(run, engine, lead)
+    Learner(run, engine, batches, completion, zero, stop, routing).train()
     batches.close()
     completion.close()
     engine.close()
@@ -186,12 +192,33 @@ def _start_engine(run: OpenRun) -> Engine:
     identity, config = run.identity, run.config
     deepspeed_config = config.deepspeed_of(identity.island)
     seed = config.seed + 1000 * identity.index
-    engine = Engine.start(run.initial_weights(), deepspeed_config, config.trainer, run.layout, seed)
+    initial, counts = run.initial_weights(), _counts_experts(run)
+    engine = Engine.start(initial, deepspeed_config, config.trainer, run.layout, seed, counts)
     mailbox = run.mailbox
     for box in (mailbox.outbox, mailbox.inbox, mailbox.given, mailbox.taken):
         if box is not None:
             engine.pin(box.address, box.nbytes)
     return engine
+
+
+def _counts_experts(run: OpenRun) -> bool:
+    return run.config.exchange.merge.weights == "expert_tokens"
+
+
+def _routing_board(run: OpenRun) -> Path:
+    return run.mailbox.folder / "routed"
+
+
+def _routing(run: OpenRun, engine: Engine, lead: Lead | None) -> Routing | None:
+    """What the island's answers tell of its experts; None where the merge does not ask."""
+    if engine.routed is None:
+        return None
+    board = RoutingBoard(_routing_board(run), run.layout.experts)
+    engine.pin(board.address, board.nbytes)
+    routing = Routing(engine.routed, board, engine.host, run.rank)
+    if lead is not None:
+        lead.routed = routing.told
+    return routing
 
 
 def _introduce(lead: Lead, run: OpenRun, engine: Engine) -> None:

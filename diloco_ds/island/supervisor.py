@@ -153,9 +153,12 @@ class Supervisor:
     def _open_mailbox(self) -> Mailbox:
         """The island's end of its link: it outlives learners and supervisors, so there may be one already."""
         folder = SharedMemory(self._run_id).island_end(self._island)
-        numels = FragmentLayout.from_json(self._run.layout.read_text()).numels
-        mailbox = Mailbox.open(folder) if folder.exists() else Mailbox.create(folder, numels, inbox=True)
-        if mailbox.inbox is None or mailbox.outbox.numels != numels:
+        layout = FragmentLayout.from_json(self._run.layout.read_text())
+        if folder.exists():
+            mailbox = Mailbox.open(folder)
+        else:
+            mailbox = Mailbox.create(folder, layout.numels, inbox=True, experts=layout.experts)
+        if mailbox.inbox is None or mailbox.outbox.numels != layout.numels:
             raise UserError(f"{folder}: its fragments are not those of the run's layout; remove it")
         return mailbox
 

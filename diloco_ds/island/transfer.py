@@ -17,10 +17,12 @@ from diloco_ds.island.slices import Slice
 
 
 class Transfer:
-    """One copy under way. The host memory it reads or writes must be left alone until it is done."""
+    """One copy under way. The host memory it reads or writes must be left alone until it is done. `source` is kept for it:
+    device memory that is given free is used again while another stream still reads it.
+    """
 
-    def __init__(self, event: torch.cuda.Event | None) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event | None, source: Tensor | None = None) -> None:
+        self._event, self._source = event, source
 
     def done(self) -> bool:
         """Whether it has ended; never blocks."""
@@ -52,6 +54,19 @@ class HostMemory:
             self._reading = torch.cuda.Event()
             self._reading.record()
         return Transfer(self._reading)
+
+    @torch.no_grad()
+    def bring(self, values: Tensor, out: Tensor) -> Transfer:
+        """Copy `values`, which nobody writes to any more, into `out` in host memory."""
+        if self._stream is None:
+            out.copy_(values)
+            return Transfer(None)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            out.copy_(values, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        return Transfer(event, values)
 
     def hold_writers(self) -> None:
         """Whatever the main stream does next waits, on the device, for the copies that still read masters."""

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from diloco_ds import config
 from diloco_ds.core.fragments import TensorSpec
 from diloco_ds.errors import UserError
+from diloco_ds.model.experts import expert_modules
 
 VOCABULARY_PADDING = 1024
 """A model's vocabulary may be larger than its tokenizer's by less than this: published models pad it to a
@@ -72,7 +73,7 @@ def tensor_specs(model: PreTrainedModel) -> list[TensorSpec]:
     """What is exchanged of `model`: a spec for each of its `travelling_parameters`, in that order.
 
     Flagged as embeddings are the token embedding and any other table with a row per token (Gemma's per-layer
-    one).
+    one); tensors of experts tell of which layer they are.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
     tables = {
@@ -80,8 +81,13 @@ def tensor_specs(model: PreTrainedModel) -> list[TensorSpec]:
         for module in model.modules()
         if isinstance(module, nn.Embedding) and module.num_embeddings == vocabulary
     }
+    layers = {
+        id(parameter): number
+        for number, module in enumerate(expert_modules(model).values())
+        for parameter in module.parameters(recurse=False)
+    }
     return [
-        TensorSpec(name, tuple(parameter.shape), id(parameter) in tables)
+        TensorSpec(name, tuple(parameter.shape), id(parameter) in tables, layers.get(id(parameter)))
         for name, parameter in travelling_parameters(model).items()
     ]
 

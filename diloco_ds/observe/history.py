@@ -153,6 +153,7 @@ MERGE_COLUMNS = (
     "round_s",
     "grace_s",
     "merge_s",
+    "expert_load",
 )
 
 

@@ -28,8 +28,10 @@ PACKAGES = (
 """Distributions whose versions are recorded; one that is not installed is recorded as null."""
 
 
-FORMAT = 3
-"""Of a run directory and its shared memory. 1: without a ledger of the data."""
+FORMAT = 4
+"""Of a run directory and its shared memory. 1: without a ledger of the data. 2: the syncer's marks hold no counts of
+islands. 3: updates tell nothing of experts.
+"""
 
 
 def new_run_id() -> str:

@@ -137,6 +137,7 @@ def _merge_rows(history: History) -> list[tuple[str, str]]:
     if not history.merges["time"]:
         return []
     means = {name: history.mean_of_merges(name) for name in history.merges}
+    load = means["expert_load"]
     return [
         ("islands alive", fixed(means["alive"], 2)),
         ("islands eligible", fixed(means["eligible"], 2)),
@@ -145,6 +146,7 @@ def _merge_rows(history: History) -> list[tuple[str, str]]:
         ("from opening to merge", _milliseconds(means["round_s"])),
         ("grace window", _milliseconds(means["grace_s"])),
         ("merge and outer step", _milliseconds(means["merge_s"])),
+        *([] if load is None else [("tokens of a layer's busiest expert, over the mean", fixed(load, 2))]),
     ]
 
 

@@ -22,8 +22,8 @@ def wandb_run_of(record: Record) -> str | None:
 def points(record: Record) -> dict[str, float]:
     """The numbers of a record by their wandb names, with `tokens`, the axis of every plot.
 
-    Of a step: train/*, time/* (seconds), progress/*; of a merge: merge/*, weight/ISLAND; of an evaluation:
-    eval/*, eval/TASK/METRIC.
+    Of a step: train/*, time/* (seconds), progress/*; of a merge: merge/*, weight/ISLAND, expert_load/ISLAND; of an
+    evaluation: eval/*, eval/TASK/METRIC.
     """
     named = {"step": _of_step, "merge": _of_merge, "eval": _of_eval}[record["kind"]](record)
     values = {name: value for name, value in named if _is_number(value)} | {"_timestamp": record["time"]}
@@ -46,7 +46,9 @@ def _of_step(record: Record) -> Iterator[tuple[str, Any]]:
 
 def _of_merge(record: Record) -> Iterator[tuple[str, Any]]:
     yield from ((f"merge/{key}", value) for key, value in record.items() if key not in _NOT_LOGGED)
-    yield from ((f"weight/{part.get('island')}", part.get("weight")) for part in record.get("parts") or [])
+    for part in record.get("parts") or []:
+        yield f"weight/{part.get('island')}", part.get("weight")
+        yield f"expert_load/{part.get('island')}", part.get("expert_load")
 
 
 def _of_eval(record: Record) -> Iterator[tuple[str, Any]]:

@@ -157,11 +157,12 @@ class SimLearner:
         self._arrivals[fragment].append((at, version))
 
     def boundary(
-        self, now: float, snapshot: Callable[[int], None], adopt: Callable[[int, int], None]
+        self, now: float, snapshot: Callable[[int], tuple[int, ...]], adopt: Callable[[int, int], None]
     ) -> list[Answer]:
         """The boundary after a step at virtual time `now`; returns the answers to send.
 
-        snapshot(fragment) and adopt(fragment, version) act on real weights where there are any.
+        snapshot(fragment), which returns its `Answer.expert_tokens`, and adopt(fragment, version) act on real weights
+        where there are any.
         """
         orders = self._orders(now)
         for p, arrivals in enumerate(self._arrivals):
@@ -170,11 +171,12 @@ class SimLearner:
         plan = self.clock.plan(orders, self._inbox)
         answers = []
         for p, round_ in plan.answer:
-            snapshot(p)
+            expert_tokens = snapshot(p)
             said = self.clock.answered(p, round_)
             self._updates += 1
             update_id = crc32(self.name.encode()) << 31 | self._updates
-            answers.append(Answer(self.name, 1, p, round_, said.base, said.steps, said.tokens, update_id))
+            told = said.base, said.steps, said.tokens, update_id
+            answers.append(Answer(self.name, 1, p, round_, *told, expert_tokens=expert_tokens))
         for p, version in plan.adopt:
             adopt(p, version)
             self.clock.adopted(p, version, orders)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from diloco_ds.config import Exchange
-from diloco_ds.core.events import Answer, Drop, Keep, Merge
+from diloco_ds.core.events import Answer, Drop, Keep, Merge, Part
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.core.merge import MergePart, late_payload, merge_fragment
 from diloco_ds.core.outer import OuterOptimizer
+from diloco_ds.model.experts import RoutedTokens
 from diloco_ds.sim.world import Weights
 
 _VERSIONS_KEPT = 8
@@ -21,10 +22,11 @@ _VERSIONS_KEPT = 8
 
 @dataclass
 class Learner:
-    """A learner's model. step: one inner step on its own data."""
+    """A learner's model. step: one inner step on its own data. routed: of a model with experts."""
 
     model: nn.Module
     step: Callable[[], None]
+    routed: RoutedTokens | None = None
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
@@ -71,10 +73,13 @@ class RealWeights(Weights):
         """One inner step of `island`."""
         self._learners[island].step()
 
-    def snapshot(self, island: str, fragment: int) -> None:
-        """Remember the island's fragment as of now."""
-        values = self._read(self._learners[island], fragment)
+    def snapshot(self, island: str, fragment: int) -> tuple[int, ...]:
+        """Remember the island's fragment as of now; returns the tokens of each of its experts since its base."""
+        learner = self._learners[island]
+        values = self._read(learner, fragment)
         self._snapshots[island, fragment] = self._outbox[island, fragment] = values
+        counts = None if learner.routed is None else learner.routed.answered(fragment)
+        return () if counts is None else tuple(int(count) for count in counts)
 
     def sent(self, answer: Answer) -> None:
         """The newest snapshot is the payload of `answer`."""
@@ -87,6 +92,8 @@ class RealWeights(Weights):
         learner, values = self._learners[island], self._versions[fragment][version]
         snapshot = self._snapshots.pop((island, fragment), None)
         how = self._exchange.adoption
+        if learner.routed is not None:
+            learner.routed.adopted(fragment, keeps=how.how == "rebase")
         if how.how == "mix" and version > 0:
             values = torch.lerp(values, self._read(learner, fragment), how.alpha)
         elif how.how == "rebase" and snapshot is not None:
@@ -114,7 +121,7 @@ class RealWeights(Weights):
         p = action.fragment
         theta = self._versions[p][self._newest[p]]
         delta, new = torch.empty_like(theta), torch.empty_like(theta)
-        parts = [self._part(action, part.island, part.update_id, part.weight) for part in action.parts]
+        parts = [self._part(action, part) for part in action.parts]
         merge_fragment(self.layout, p, theta, parts, self._exchange.merge, delta)
         state = [torch.empty_like(theta) for _ in self._state[p]]
         self._scalars[p] = self._optimizer.step(
@@ -126,9 +133,9 @@ class RealWeights(Weights):
         self._newest[p] = action.version
         self._on_merge()
 
-    def _part(self, action: Merge, island: str, update_id: int, weight: float) -> MergePart:
-        payload = self._payloads.pop((island, action.fragment, update_id))
-        return MergePart(weight, payload.values, payload.is_gradient)
+    def _part(self, action: Merge, part: Part) -> MergePart:
+        payload = self._payloads.pop((part.island, action.fragment, part.update_id))
+        return MergePart.of(part, payload.values, payload.is_gradient)
 
     # ---- flat fragments ----
 

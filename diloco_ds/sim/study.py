@@ -17,6 +17,8 @@ from diloco_ds.sim.training import Training, train
 
 LEARNERS = 4
 """Learners of a case that says nothing else."""
+EXPERTS = 8
+"""Experts of a layer, in the cases about them."""
 MIXED = {"slowest": 0.4, "step_variance": 0.1}
 """Mixed speeds: one of the learners 40 % behind, steps that vary by 10 %."""
 
@@ -43,6 +45,9 @@ class Result:
     losses: list[float]
     end_losses: list[float]
     tokens: list[int]
+    expert_loads: list[list[float]]
+    """Of each seed, of each learner (Curve.expert_load)."""
+    apart: list[float]
 
     def to_json(self) -> dict[str, Any]:
         """Mean and spread (sample standard deviation; 0 for one seed)."""
@@ -55,6 +60,8 @@ class Result:
             "losses": self.losses,
             "end_mean": fmean(self.end_losses),
             "trained_tokens": fmean(self.tokens),
+            "expert_load": [fmean(loads) for loads in zip(*self.expert_loads, strict=True)],
+            "apart": fmean(self.apart) if self.apart else None,
         }
 
 
@@ -81,7 +88,9 @@ def run_study(
             curves = [train(run) for run in runs]
             losses = [curve.at(run.tokens) for run, curve in zip(runs, curves, strict=True)]
             ends = [curve.loss for curve in curves]
-            results.append(Result(case, losses, ends, [curve.tokens for curve in curves]))
+            apart = [curve.apart for curve in curves if curve.apart is not None]
+            tokens, loads = [curve.tokens for curve in curves], [curve.expert_load for curve in curves]
+            results.append(Result(case, losses, ends, tokens, loads, apart))
             tell(results[-1])
     return results
 
@@ -122,3 +131,10 @@ def _cases() -> Iterator[Case]:
     for period in (2, 6, 24, 48, 96):
         exchange = {"period": period, "fragments": min(24, period), "overlap": min(2, period - 1)}
         yield Case("period", f"H = {period}", {}, exchange)
+    yield Case("experts", "data parallel", {"data_parallel": True, "experts": EXPERTS}, {})
+    for learners in (2, 4):
+        for own_text, rule in ((False, "rda"), (True, "rda"), (True, "mean")):
+            for weights in ("tokens", "expert_tokens"):
+                settings = {"learners": learners, "experts": EXPERTS, "own_text": own_text}
+                name = f"M = {learners}, {'own' if own_text else 'same'} text, {rule}, {weights}"
+                yield Case("experts", name, settings, {"merge": {"matrices": rule, "weights": weights}})

@@ -97,17 +97,20 @@ def train(value: dict[str, Any]) -> list[Table]:
 
 def study(value: dict[str, Any]) -> list[Table]:
     """A row a case: mean and spread over the seeds at equal trained tokens, the distance to data parallel where
-    it was run, and how the run ended.
+    it was run, and how the run ended; of mixtures the tokens of a learner's busiest expert over the mean, and how much
+    the learners' routing differs.
     """
     baseline = next((case["mean"] for case in value["cases"] if case["group"] == "baseline"), None)
     title = f"Held-out loss, nats per byte, after {value['steps']} steps, {len(value['seeds'])} seeds"
-    columns = ("group", "case", "mean", "spread", "to data parallel", "at its end", "trained")
-    table = _table(title, columns)
+    columns = ["group", "case", "mean", "spread", "to data parallel", "at its end", "trained"]
+    mixtures = any(case["expert_load"] for case in value["cases"])
+    table = _table(title, columns + ["busiest expert of each learner", "apart"] * mixtures)
     for case in value["cases"]:
         away = None if baseline is None else case["mean"] - baseline
         numbers = (fixed(case["mean"], 4), fixed(case["spread"], 4), fixed(away, 4))
         ending = (fixed(case["end_mean"], 4), count(case["trained_tokens"]))
-        table.add_row(case["group"], case["name"], *numbers, *ending)
+        routing = (" ".join(fixed(load, 2) for load in case["expert_load"]), fixed(case["apart"], 3))
+        table.add_row(case["group"], case["name"], *numbers, *ending, *(routing if mixtures else ()))
     return [table]
 
 

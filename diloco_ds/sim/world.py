@@ -28,8 +28,9 @@ class Weights:
     def train(self, island: str) -> None:
         """One inner step of `island`."""
 
-    def snapshot(self, island: str, fragment: int) -> None:
-        """Remember the island's fragment as of now: it is being answered."""
+    def snapshot(self, island: str, fragment: int) -> tuple[int, ...]:
+        """Remember the island's fragment as of now: it is being answered. Returns the tokens of each of its experts."""
+        return ()
 
     def sent(self, answer: Answer) -> None:
         """The newest snapshot of this island and fragment is the payload of `answer`."""

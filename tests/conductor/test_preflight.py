@@ -131,3 +131,12 @@ def test_experts_that_cannot_be_divided_are_refused(tmp_path, size, ranks, exper
     )
     said = refusal(preflight.planned_layout, config, tmp_path)
     assert said == f"islands.b.deepspeed.expert_parallel.autoep_size: {message}"
+
+
+def test_weights_by_the_tokens_of_experts_need_experts(tmp_path):
+    config = tiny_config(tmp_path, exchange={"merge": {"weights": "expert_tokens"}})
+    said = refusal(preflight.planned_layout, config, tmp_path)
+    assert said == (
+        "exchange.merge.weights: expert_tokens, but Gemma4ForCausalLM trains no experts in tensors [experts, ...]; "
+        "take tokens"
+    )

@@ -14,8 +14,19 @@ from diloco_ds.exchange import mailbox as mailbox_module
 from diloco_ds.exchange import space
 from diloco_ds.exchange.mailbox import Mailbox, moments_capacity, record_capacity
 from diloco_ds.exchange.record import Record
-from diloco_ds.exchange.wire import MomentsHeader, OrdersRecord, ReportRecord
+from diloco_ds.exchange.wire import MomentsHeader, OrdersRecord, ReportRecord, UpdateHeader
 from diloco_ds.rundir import SharedMemory
+
+
+def test_the_longest_header_fits(tmp_path):
+    experts = (0, 3 * 128)  # three layers of 128 in one fragment
+    box = Mailbox.create(tmp_path / "m", (4, 9), inbox=False, experts=experts).outbox
+    numbers = dict.fromkeys(("incarnation", "fragment", "round", "base", "steps", "tokens"), 2**63 - 1)
+    numbers |= dict.fromkeys(("update_id", "lease", "cursor", "numel"), 2**63 - 1)
+    header = UpdateHeader("r" * 200, "i" * 32, **numbers, expert_tokens=(2**63 - 1,) * experts[1])
+    box.begin(1)
+    box.commit(1, 0, header.pack())
+    assert UpdateHeader.unpack(box.meta(1, 0)) == header
 
 
 def test_both_ends(tmp_path):

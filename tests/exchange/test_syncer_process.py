@@ -103,6 +103,7 @@ def test_garbage_is_dropped_and_counted_and_nothing_else_happens(new_run, refere
     garbage("wrong_island", lambda: a.answer(1, 1, island="b"))
     garbage("wrong_shape", lambda: a.answer(1, 1, numel=numel + 1))
     garbage("wrong_shape", lambda: a.answer(1, 1, fragment=0))
+    garbage("wrong_shape", lambda: a.answer(1, 1, expert_tokens=(1, 2)))  # there are no experts
     garbage("old_incarnation", lambda: a.answer(1, 1, incarnation=0))
     garbage("malformed", lambda: a.put(1, fine, b"no header at all"))
     garbage("malformed", lambda: a.mailbox.report.write(b"no report at all"))

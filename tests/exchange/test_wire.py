@@ -84,7 +84,8 @@ messages = st.one_of(
         UpdateHeader,
         names,
         names,
-        *[ints] * (len(dataclasses.fields(UpdateHeader)) - 2),
+        *[ints] * (len(dataclasses.fields(UpdateHeader)) - 3),
+        expert_tokens=int_lists(4),
     ),
     st.builds(
         MomentsHeader,
@@ -208,6 +209,7 @@ def test_an_update_becomes_an_answer():
         "update_id": 7,
         "lease": 8,
         "cursor": 9,
+        "expert_tokens": (10, 11),
     }
     assert UpdateHeader(run_id="run", numel=10, **shared).to_answer() == Answer(**shared)
 

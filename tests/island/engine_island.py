@@ -6,14 +6,14 @@ import deepspeed
 import torch
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import distributed
-from transformers import Gemma4TextConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Gemma4TextConfig, MixtralConfig, Qwen3MoeConfig
 
 from diloco_ds import config
 from diloco_ds.core.fragments import balance
 from diloco_ds.core.portions import Portions
 from diloco_ds.island.engine import Engine, connect
-from diloco_ds.island.experts import expert_modules
 from diloco_ds.model.build import build_model, tensor_specs, travelling_parameters
+from diloco_ds.model.experts import expert_modules
 from diloco_ds.model.initial import write_initial_weights
 
 VOCABULARY, LENGTH, EXPERTS = 101, 17, 4
@@ -51,6 +51,20 @@ MODELS = {
     ),
     "mixtral": lambda: MixtralConfig(
         **{**SIZES, "intermediate_size": MOE_WIDTH}, **ROUTED, num_local_experts=EXPERTS
+    ),
+    "deepseek-v3": lambda: DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 3, "head_dim": 4},
+        **ROUTED,
+        num_local_experts=EXPERTS,
+        moe_intermediate_size=MOE_WIDTH,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
     ),
     "qwen3-moe": lambda: Qwen3MoeConfig(
         **SIZES, **ROUTED, num_experts=EXPERTS, moe_intermediate_size=MOE_WIDTH
@@ -104,7 +118,8 @@ class Island:
             compile=case["compiled"],
         )
         initial = initial_weights(self.model, directory / f"init-{case['model']}-{seed}")
-        self.engine = Engine.start(initial, case["deepspeed"], trainer, self.layout, seed=0)
+        counts = "routed" in case.get("checks", ())
+        self.engine = Engine.start(initial, case["deepspeed"], trainer, self.layout, 0, counts)
         self.model = self.engine._engine.module.model
         self.parameters = travelling_parameters(self.model)
         self.optimizer = self.engine._engine.optimizer

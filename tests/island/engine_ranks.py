@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from engine_island import Island, equal, flat, in_place, noise, small_model
-from expert_checks import identity, same_outer_gradients
+from expert_checks import identity, routed, same_outer_gradients
 from torch import distributed
 
 from diloco_ds.errors import UserError
@@ -153,7 +153,7 @@ def agreement(case, directory):
 
 CHECKS = {
     check.__name__: check
-    for check in (adopts, exchange, checkpoint, agreement, identity, same_outer_gradients)
+    for check in (adopts, exchange, checkpoint, agreement, identity, routed, same_outer_gradients)
 }
 
 

@@ -3,13 +3,15 @@ the experts were whole.
 """
 
 import torch
-from engine_island import Island, equal, flat, layout_of, small_model
+from engine_island import EXPERTS, Island, equal, flat, layout_of, small_model
 from safetensors.torch import save_file
+from torch import distributed
 from transformers import AutoModelForCausalLM
 
 from diloco_ds.exchange.fragment_box import FragmentBox
-from diloco_ds.island.experts import expert_modules
+from diloco_ds.island.routing import Routing, RoutingBoard
 from diloco_ds.model.build import travelling_parameters
+from diloco_ds.model.experts import expert_modules
 from diloco_ds.model.export import export
 from diloco_ds.model.initial import write_initial_weights
 
@@ -101,6 +103,59 @@ def exported(model, fragments, directory, theta):
     export(directory / "theta.safetensors", directory / "init", directory / "tokenizer", directory / "hf")
     loaded = AutoModelForCausalLM.from_pretrained(directory / "hf").state_dict()
     return all(torch.equal(loaded[name], tensor) for name, tensor in theta.items())
+
+
+def routed(case, directory):
+    """The tokens of each expert, as rank 0 tells of them, are what the routers of all ranks chose since the adoption."""
+    island = Island(case, directory)
+    engine, layout = island.engine, island.layout
+    choices = choices_of(island)
+    path = directory / "routed"
+    if engine.rank == 0:
+        RoutingBoard.renew(path, engine.world_size, layout.experts)
+    engine.least([0])
+    board = RoutingBoard(path, layout.experts)
+    engine.pin(board.address, board.nbytes)
+    routing = Routing(engine.routed, board, engine.host, engine.rank)
+    holding = [fragment for fragment, experts in enumerate(layout.experts) if experts]
+    seen = {}
+    for what, steps in (("since the start", 2), ("since the adoption", 1)):
+        for chosen in choices:
+            chosen.clear()
+        island.train(steps=steps)
+        expected = [choices_of_all_ranks(chosen) for chosen in choices]
+        assert all(transfer.done() for fragment in holding for transfer in routing.answer(fragment))
+        engine.least([0])
+        told = []
+        for fragment in holding:
+            layers = [expected[layer] for layer in layout.expert_layers(fragment)]
+            tokens = layers[0].sum().item() // 2  # each goes to two experts
+            told.append(list(routing.told(fragment, tokens)) == torch.cat(layers).tolist())
+            routing.adopted(fragment, keeps=False)
+        seen[f"tokens of each expert {what}"] = all(told)
+        engine.least([0])
+    others = [fragment for fragment in range(layout.fragments) if fragment not in holding]
+    seen["nothing is told of other fragments"] = not any(routing.answer(fragment) for fragment in others)
+    engine.close(disconnect=False)
+    return seen
+
+
+def choices_of(island):
+    """For each layer of experts a list that fills with what this rank's router chooses, numbered over the whole layer."""
+    choices = []
+    for name in dict.fromkeys(name.rpartition(".")[0] for name in island.expert_tensors):
+        choices.append([])
+        island.model.get_submodule(name).register_forward_pre_hook(
+            lambda _, inputs, chosen=choices[-1]: chosen.append(inputs[1].detach().flatten().clone())
+        )
+    return choices
+
+
+def choices_of_all_ranks(chosen):
+    """How often each expert was chosen, int64 [experts]."""
+    counts = torch.cat(chosen).bincount(minlength=EXPERTS)
+    distributed.all_reduce(counts)
+    return counts
 
 
 def same_outer_gradients(case, directory):

@@ -16,8 +16,8 @@ BATCH = 4  # sequences of a step, over all ranks
 class Carried(Island):
     """An island whose steps see the same batches whatever its shape."""
 
-    def __init__(self, directory, settings, steps_made):
-        case = {"deepspeed": settings, "activation_checkpointing": False, "model": "gemma4"}
+    def __init__(self, directory, model, settings, steps_made):
+        case = {"deepspeed": settings, "activation_checkpointing": False, "model": model}
         super().__init__(case, directory, seed=1 if steps_made == 0 else 2)
         self.steps_made = steps_made
         self.is_adam = settings["optimizer"]["type"] == "AdamW"
@@ -59,7 +59,7 @@ def takes(island, directory, since):
 
 def carry_out(task, directory):
     """Go on from a checkpoint (or begin), train, save, train on; what was seen on the way."""
-    island = Carried(directory, task["deepspeed"], task["steps_made"])
+    island = Carried(directory, task["model"], task["deepspeed"], task["steps_made"])
     seen = {}
     if task["since"]:
         taken = takes(island, directory, task["since"])

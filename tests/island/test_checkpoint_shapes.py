@@ -1,6 +1,6 @@
 """A checkpoint of an island of one shape, gone on from by islands of others, which take its moments from itself too:
-ranks 1 -> 2 -> 1, every ZeRO stage, other precisions and optimizers. Three launches run through all of it; what each saw is
-a test here.
+ranks 1 -> 2 -> 1, every ZeRO stage, experts divided and whole again, other precisions and optimizers. Three launches run
+through all of it; what each saw is a test here.
 """
 
 import json
@@ -37,6 +37,8 @@ def task(
     then=0,
     optimizer=ADAMW,
     zero=(),
+    model="gemma4",
+    experts_on=1,
 ):
     """An island of some shape that goes on from checkpoint `since`, made `made` steps, and saves `save`."""
     settings = {
@@ -55,8 +57,11 @@ def task(
     }
     if precision != "fp32":
         settings[precision] = {"enabled": True}
+    if experts_on > 1:
+        settings["expert_parallel"] = {"enabled": True, "autoep_size": experts_on}
     return {
         "name": name,
+        "model": model,
         "deepspeed": settings,
         "since": since,
         "steps_made": made if since else 0,
@@ -66,8 +71,16 @@ def task(
     }
 
 
+EXPERTS = {"model": "gemma4-moe"}
+DIVIDED = {**EXPERTS, "experts_on": 2}
 LAUNCHES = [  # ranks, and the islands of that many, one after the other
-    (1, [task("begins", 1, 1, save="i00001-s000000002", steps=2, then=4)]),
+    (
+        1,
+        [
+            task("begins", 1, 1, save="i00001-s000000002", steps=2, then=4),
+            task("experts-begin", 1, 1, save="i00002-s000000002", steps=2, **EXPERTS),
+        ],
+    ),
     (
         2,
         [
@@ -75,6 +88,7 @@ LAUNCHES = [  # ranks, and the islands of that many, one after the other
             task("zero0", 2, 0, since="i00001-s000000002"),
             task("zero2-bf16", 2, 2, "bf16", since="i00001-s000000002"),
             task("zero0-bf16", 2, 0, "bf16", since="i00001-s000000002"),
+            task("experts-divided", 2, 2, since="i00002-s000000002", save="i00002-s000000003", **DIVIDED),
             task("zero3-offload", 2, 3, "bf16", since="i00001-s000000002", zero=OFFLOAD),
         ],
     ),
@@ -82,6 +96,7 @@ LAUNCHES = [  # ranks, and the islands of that many, one after the other
         1,
         [
             task("zero1-again", 1, 1, since="i00001-s000000004", made=4, steps=2),
+            task("experts-whole-again", 1, 3, since="i00002-s000000003", made=3, **EXPERTS),
             task("zero3-of-one", 1, 3, since="i00001-s000000004", made=4),
             task("sgd", 1, 1, since="i00001-s000000004", made=4, optimizer=SGD, steps=0),
         ],
@@ -136,6 +151,8 @@ def test_an_island_with_another_optimizer_neither_takes_nor_gives(seen):
 def test_it_is_said_who_wrote_the_checkpoint(seen):
     assert seen["zero3"]["written_by"] == SHAPE
     assert seen["zero1-again"]["written_by"] == {**SHAPE, "ranks": 2, "zero_stage": 3}
+    divided = {**SHAPE, "ranks": 2, "zero_stage": 2, "expert_parallel": 2}
+    assert seen["experts-whole-again"]["written_by"] == divided
     assert seen["zero3"]["kept"] == {"steps_made": 2}
 
 

@@ -8,12 +8,18 @@ from island.engine_cases import OFFLOAD, assert_all_held, case, run_ranks
 from diloco_ds.errors import UserError
 from diloco_ds.island.deepspeed_settings import check_deepspeed
 
-OTHERS = ("mixtral", "qwen3-moe")
+OTHERS = ("mixtral", "qwen3-moe", "deepseek-v3")
 DIVIDED = {"model": "gemma4-moe", "experts_on": 2}
 AS_IF_WHOLE = ("same_outer_gradients",)
 CASES = [
     *(
-        case(stage, precision, "-whole", "gemma4-moe", checks=["adopts"])
+        case(
+            stage,
+            precision,
+            "-whole",
+            "gemma4-moe",
+            checks=["adopts", "routed"] if stage == 3 else ["adopts"],
+        )
         for stage in (0, 1, 2, 3)
         for precision in ("fp32", "bf16")
     ),
@@ -26,15 +32,15 @@ CASES = [
         for stage in (1, 2, 3)
     ),
     *(
-        case(2, "fp32", f"-{model}", model, experts_on=2, checks=["identity", *AS_IF_WHOLE])
+        case(2, "fp32", f"-{model}", model, experts_on=2, checks=["identity", "routed", *AS_IF_WHOLE])
         for model in OTHERS
     ),
-    case(1, "bf16-summed-in-fp32", "-divided", **DIVIDED),
+    case(1, "bf16-summed-in-fp32", "-divided", **DIVIDED, checks=["exchange", "routed"]),
     case(2, "bf16", "-offload", **DIVIDED, zero=OFFLOAD),
     case(1, "fp32", "-recomputed", **DIVIDED, activation_checkpointing=True, checks=AS_IF_WHOLE),
 ]
 ON_FOUR_RANKS = [
-    case(1, "fp32", "-2-of-4", **DIVIDED, checks=["exchange", *AS_IF_WHOLE]),
+    case(1, "fp32", "-2-of-4", **DIVIDED, checks=["exchange", "routed", *AS_IF_WHOLE]),
     case(3, "bf16", "-2-of-4", **DIVIDED, checks=["identity", "checkpoint"]),
     case(2, "fp32", "-4-of-4", "gemma4-moe", experts_on=4, checks=["identity", *AS_IF_WHOLE]),
 ]

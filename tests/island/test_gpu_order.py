@@ -8,9 +8,12 @@ import pytest
 import torch
 from island.test_transfer import FakeCuda
 
+from diloco_ds.core.fragments import TensorSpec, balance
 from diloco_ds.island import slices
 from diloco_ds.island.slices import FragmentSlices, Slice
 from diloco_ds.island.transfer import HostMemory
+from diloco_ds.model.experts import ExpertLayer, RoutedTokens
+from diloco_ds.sim.tiny_experts import TinyExperts
 
 GPU = torch.device("cuda")
 BLOCKING = ("item", "tolist", "cpu", "numpy")
@@ -115,6 +118,20 @@ def test_a_step_that_follows_waits_once_more_on_the_device_and_never_on_the_host
         "main waits for event 2",
     ]
     assert cuda.waited == 0
+
+
+def test_tokens_of_experts_are_counted_and_told_without_a_wait(cuda):
+    memory, layer = HostMemory(GPU), TinyExperts(3, 4)
+    layout = balance([TensorSpec("up", (3, 4, 4), False, 0)], 1, 1)
+    routed = RoutedTokens([ExpertLayer(layer)], layout, torch.device("cpu"))
+    out = torch.zeros(3, dtype=torch.int64)
+    layer(torch.zeros(2, 4), torch.tensor([[0, 2], [2, 1]]), torch.ones(2, 2))
+    transfer = memory.bring(routed.answered(0), out)
+    routed.adopted(0, keeps=False)
+    assert cuda.log == ["side waits for main", "copy on side", "event 1 on side"]
+    assert not transfer.done()
+    assert (cuda.waited, cuda.waits) == (0, [])
+    assert torch.equal(out, torch.tensor([1, 1, 2]))
 
 
 def test_the_mailbox_itself_is_page_locked_until_the_end(cuda):

@@ -14,7 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from diloco_ds.conductor.closing import newest_checkpoint
+from diloco_ds.core.events import Merge
 from diloco_ds.core.fragments import FragmentLayout
+from diloco_ds.core.tape import Entry, decode_all
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +41,7 @@ def finished(tmp_path_factory):
         "islands": SHAPES,
         "model": {"overrides": EXPERTS},
         "deepspeed": {"train_micro_batch_size_per_gpu": 16},
-        "exchange": {"quorum": 2, "merge": {"matrices": "mean"}},
+        "exchange": {"quorum": 2, "merge": {"matrices": "mean", "weights": "expert_tokens"}},
         "trainer": {
             "scheduler": "warmup_stable_decay",
             "scheduler_args": {"num_stable_steps": 40_000, "num_decay_steps": 0},
@@ -58,8 +60,17 @@ def merges(finished):
     """The merge records of each fragment, oldest first, with what was merged: `payloads` by island, and those that are outer
     gradients instead of weights in `gradients`.
     """
+    with finished.dir.tape.open("rb") as lines:
+        decided = {
+            (entry.value.fragment, entry.value.version): entry.value
+            for entry in decode_all(lines)
+            if isinstance(entry, Entry) and isinstance(entry.value, Merge)
+        }
     merges = defaultdict(list)
     for record in finished.records("merge"):
+        for part in decided[record["fragment"], record["version"]].parts:
+            (written,) = (each for each in record["parts"] if each["island"] == part.island)
+            written["expert_tokens"] = part.expert_tokens
         path = finished.dir.root / "updates" / f"{record['fragment']:04d}-{record['version']:08d}.safetensors"
         with safe_open(path, framework="pt") as file:
             kinds = file.metadata()
@@ -86,13 +97,28 @@ def test_the_global_weights_are_what_the_updates_say(finished, merges):
         outer = torch.optim.SGD([theta], lr=0.7, momentum=0.9, nesterov=True)
         for record in records:
             theta.grad = torch.zeros_like(theta)
+            weights = weights_of(finished.layout, fragment, record["parts"])
             for name, payload in record["payloads"].items():
                 gradient = payload if name in record["gradients"] else theta.detach() - payload
-                theta.grad += record["parts"][name]["weight"] * gradient
+                theta.grad += weights[name] * gradient
             outer.step()
         torch.testing.assert_close(theta.detach(), flat(finished.layout, fragment, weights))
+    assert any(
+        part["expert_load"] >= 1 for records in merges.values() for part in records[0]["parts"].values()
+    )
     verdict = json.loads(finished.command("replay", str(finished.dir.root), "--json").stdout)
     assert verdict["identical"] is True
+
+
+def test_islands_tell_of_the_tokens_that_each_expert_got(finished, merges):
+    for fragment, records in merges.items():
+        experts = finished.layout.experts[fragment]
+        for part in (part for record in records for part in record["parts"].values()):
+            assert len(part["expert_tokens"]) == experts
+            for layer in torch.tensor(part["expert_tokens"]).split(4) if experts else ():
+                assert (
+                    abs(layer.sum().item() - 2 * part["tokens"]) <= 2
+                )  # every token goes to two, but for rounding
 
 
 def test_both_islands_hold_the_same_adopted_fragments_bit_for_bit(merges):
@@ -105,6 +131,25 @@ def test_both_islands_hold_the_same_adopted_fragments_bit_for_bit(merges):
         ]
         assert torch.equal(from_one_base[-1]["a"], from_one_base[-1]["b"])  # adopted, and no longer trained
         assert not torch.equal(together[0]["payloads"]["a"], together[0]["payloads"]["b"])
+
+
+def weights_of(layout, fragment, parts):
+    """By island the weight of each element of a fragment: tokens^2 / steps, of an expert's by the tokens it got."""
+    raw = {}
+    for name, part in parts.items():
+        of_layers = dict(
+            zip(layout.expert_layers(fragment), torch.tensor(part["expert_tokens"]).split(4), strict=True)
+        )
+        raw[name] = torch.cat(
+            [
+                torch.full((placed.spec.numel,), float(part["tokens"]))
+                if (layer := placed.spec.expert_layer) is None
+                else of_layers[layer].float().repeat_interleave(placed.spec.numel // 4)
+                for placed in layout.tensors_of(fragment)
+            ]
+        )
+        raw[name] = raw[name] ** 2 / part["steps"]
+    return {name: weight / sum(raw.values()) for name, weight in raw.items()}
 
 
 def flat(layout, fragment, tensors):

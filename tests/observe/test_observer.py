@@ -62,9 +62,10 @@ def test_points_of_a_merge_and_an_evaluation() -> None:
         "tokens": 9,
         "alive": 3,
         "reason": "all",
-        "parts": [{"island": "b", "weight": 0.25}],
+        "parts": [{"island": "b", "weight": 0.25, "expert_load": 1.5}],
     }
-    assert points(merge) == {"tokens": 9, "merge/alive": 3, "weight/b": 0.25, "_timestamp": 1.0}
+    numbers = {"tokens": 9, "merge/alive": 3, "weight/b": 0.25, "expert_load/b": 1.5}
+    assert points(merge) == {**numbers, "_timestamp": 1.0}
     tasks = {"piqa": {"metric": "acc", "value": 0.5, "n": 10}}
     evaluation = {"time": 1.0, "kind": "eval", "tokens": 9, "loss": 2.0, "tasks": tasks}
     assert points(evaluation) == {"tokens": 9, "eval/loss": 2.0, "eval/piqa/acc": 0.5, "_timestamp": 1.0}

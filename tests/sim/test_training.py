@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from diloco_ds import config
 from diloco_ds.cli import main
 from diloco_ds.config import Exchange
 from diloco_ds.core.events import Answer, Keep, Merge, Part
@@ -32,19 +33,17 @@ def text(words):
     return Text(words.encode())
 
 
-def test_the_model_is_causal_and_travels_whole():
-    model = TinyModel(0)
+@pytest.mark.parametrize("experts", [0, 8])
+def test_the_model_is_causal_and_travels_whole(experts):
+    model = TinyModel(0, experts)
     specs = model.specs()
     assert sum(spec.numel for spec in specs) == sum(p.numel() for p in model.parameters())
     assert 80_000 < sum(spec.numel for spec in specs) < 300_000
+    assert [spec.expert_layer for spec in specs if spec.experts] == ([0, 0, 1, 1] if experts else [])
     rows = torch.randint(0, 256, (1, LENGTH + 1))
-    hidden = model.embedding.weight
     changed = rows.clone()
     changed[0, LENGTH // 2 :] = 0
-    outputs = [
-        model.norm(model.layers(hidden[r[:, :-1]] + model.position, mask=model._mask, is_causal=True))
-        for r in (rows, changed)
-    ]
+    outputs = [model.hidden(r[:, :-1]) for r in (rows, changed)]
     torch.testing.assert_close(outputs[0][:, : LENGTH // 2], outputs[1][:, : LENGTH // 2])
 
 
@@ -54,6 +53,14 @@ def test_the_heldout_text_is_never_trained_on():
     generator = torch.Generator().manual_seed(0)
     for shard in range(4):
         assert (text.batch(shard, 4, 64, generator) < 100).all()
+
+
+def test_of_several_kinds_of_text_learners_have_them_in_their_order():
+    text = Text(b"a" * 9_000, b"b" * 10_000)
+    generator = torch.Generator().manual_seed(0)
+    kinds = [set(text.batch(shard, 4, 64, generator).flatten().tolist()) for shard in range(4)]
+    assert kinds == [{ord("a")}, {ord("a")}, {ord("b")}, {ord("b")}]
+    assert set(text.heldout().flatten().tolist()) == {ord("a"), ord("b")}
 
 
 def learner(value):
@@ -146,10 +153,19 @@ def test_adoption(how, expected):
     assert models["a"].tolist() == [[expected, expected]]
 
 
-@pytest.mark.parametrize("settings", [{"data_parallel": True}, {"learners": 2}])
+MIXTURE = SMALL.model_copy(update={"merge": config.Merge(weights="expert_tokens")})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"data_parallel": True}, {"learners": 2}, {"learners": 2, "experts": 4, "exchange": MIXTURE}],
+)
 def test_it_learns_and_is_deterministic(text, settings):
-    run = Training(text, steps=24, exchange=SMALL, **settings)
+    run = Training(text, steps=24, **{"exchange": SMALL, **settings})
     curve = train(run)
+    assert len(curve.expert_load) == (2 if "experts" in settings else 0)
+    assert all(1 <= load <= 4 / 2 for load in curve.expert_load)
+    assert curve.apart is None or 0 < curve.apart < 1
     assert curve.loss < 4.0 < curve.points[0][1]
     assert train(run).points == curve.points
 
@@ -164,7 +180,17 @@ def test_one_learner_that_is_copied_back_is_nearly_data_parallel(text):
 
 
 def test_the_study_has_every_question_of_the_frame():
-    assert groups() == ["baseline", "merge", "adoption", "anchor", "late", "quorum", "outer", "period"]
+    assert groups() == [
+        "baseline",
+        "merge",
+        "adoption",
+        "anchor",
+        "late",
+        "quorum",
+        "outer",
+        "period",
+        "experts",
+    ]
     names = [case.name for case in cases() if case.group == "merge"]
     assert names == [f"M = {m}, {rule}" for m in (2, 4, 8, 16) for rule in ("rda", "mean")]
     for case in cases():
@@ -199,6 +225,8 @@ def test_losses_are_compared_at_equal_trained_tokens():
         (["train", "--learners", "0"], "learners (M) must be at least 1"),
         (["train", "--learners", "3"], "a batch of 16 examples cannot be shared by 3 learners"),
         (["train", "--learners", "2", "--quorum", "3"], "quorum (K = 3) must not exceed"),
+        (["train", "--experts", "1"], "experts must be 0 (a dense model), or 2 to 64, not 1"),
+        (["train", "--weights", "expert_tokens"], "a dense model has no experts"),
         (["study", "--groups", "nonsense"], "no group 'nonsense'"),
         (["study", "--seeds", "0"], "at least one seed"),
     ],
