@@ -145,6 +145,12 @@ class Part:
     cursor: int = 0
     expert_tokens: Sequence[int] = ()
 
+    @classmethod
+    def of(cls, a: Answer, weight: float, late: bool) -> Part:
+        """What `a` brings to a merge."""
+        told = a.lease, a.cursor, a.expert_tokens
+        return cls(a.island, a.update_id, a.base, a.steps, a.tokens, weight, late, *told)
+
 
 @dataclass(frozen=True, slots=True)
 class Merge:

@@ -313,13 +313,7 @@ class Syncer:
         chosen += [(answer, True) for answer in state.kept.values() if answer.island in self._roster]
         rule = self._exchange.merge.weights
         weights = normalised([learner_weight(a.steps, a.tokens, rule) for a, _ in chosen])
-        parts = tuple(
-            Part(
-                *(a.island, a.update_id, a.base, a.steps, a.tokens, weight, late),
-                *(a.lease, a.cursor, a.expert_tokens),
-            )
-            for (a, late), weight in zip(chosen, weights, strict=True)
-        )
+        parts = tuple(Part.of(a, weight, late) for (a, late), weight in zip(chosen, weights, strict=True))
         lr_tokens = self.merged_tokens
         state.merge(round_.step, sum(part.tokens for part in parts))
         missed = self._roster.account(round_.fragment, round_.asked, parts)
