@@ -97,10 +97,10 @@ def test_the_global_weights_are_what_the_updates_say(finished, merges):
         outer = torch.optim.SGD([theta], lr=0.7, momentum=0.9, nesterov=True)
         for record in records:
             theta.grad = torch.zeros_like(theta)
-            weights = weights_of(finished.layout, fragment, record["parts"])
+            shares = weights_of(finished.layout, fragment, record["parts"])
             for name, payload in record["payloads"].items():
                 gradient = payload if name in record["gradients"] else theta.detach() - payload
-                theta.grad += weights[name] * gradient
+                theta.grad += shares[name] * gradient
             outer.step()
         torch.testing.assert_close(theta.detach(), flat(finished.layout, fragment, weights))
     assert any(
@@ -137,19 +137,19 @@ def weights_of(layout, fragment, parts):
     """By island the weight of each element of a fragment: tokens^2 / steps, of an expert's by the tokens it got."""
     raw = {}
     for name, part in parts.items():
-        of_layers = dict(
-            zip(layout.expert_layers(fragment), torch.tensor(part["expert_tokens"]).split(4), strict=True)
-        )
-        raw[name] = torch.cat(
-            [
-                torch.full((placed.spec.numel,), float(part["tokens"]))
-                if (layer := placed.spec.expert_layer) is None
-                else of_layers[layer].float().repeat_interleave(placed.spec.numel // 4)
-                for placed in layout.tensors_of(fragment)
-            ]
-        )
-        raw[name] = raw[name] ** 2 / part["steps"]
-    return {name: weight / sum(raw.values()) for name, weight in raw.items()}
+        told = torch.tensor(part["expert_tokens"]).view(len(layout.expert_layers(fragment)), 4)
+        tokens = {
+            None: torch.tensor([part["tokens"]]),
+            **dict(zip(layout.expert_layers(fragment), told, strict=True)),
+        }
+        of_tensors = [
+            tokens[placed.spec.expert_layer]
+            .double()
+            .repeat_interleave(placed.spec.numel // (placed.spec.experts or 1))
+            for placed in layout.tensors_of(fragment)
+        ]
+        raw[name] = torch.cat(of_tensors) ** 2 / part["steps"]
+    return {name: (weight / sum(raw.values())).float() for name, weight in raw.items()}
 
 
 def flat(layout, fragment, tensors):
