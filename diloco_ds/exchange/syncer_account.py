@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -65,6 +66,7 @@ class Account:
     def merged(self, action: Merge, view: View, **measured: float | None) -> None:
         """A merge is committed."""
         self.merges += 1
+        loads = {part.update_id: self._expert_load(action.fragment, part) for part in action.parts}
         parts = [
             {
                 "island": part.island,
@@ -73,11 +75,10 @@ class Account:
                 "weight": part.weight,
                 "base": part.base,
                 "late": part.late,
-                **self._expert_load(action.fragment, part),
+                **_expert_load([loads[part.update_id]]),
             }
             for part in action.parts
         ]
-        loads = [part["expert_load"] for part in parts if "expert_load" in part]
         contributors = {part.island for part in action.parts}
         trained = sum(island.tokens for island in view.islands.values())
         self._metrics.write(
@@ -95,14 +96,12 @@ class Account:
             token_share=min(view.merged_tokens / trained, 1.0) if trained else None,
             parts=parts,
             reason=action.reason,
-            **({"expert_load": fmean(loads)} if loads else {}),
+            **_expert_load(loads.values()),
             **measured,
         )
 
-    def _expert_load(self, fragment: int, part: Part) -> dict[str, float]:
-        """Of an island whose tokens are counted for each expert."""
-        load = expert_load(self._layout.expert_layers(fragment).values(), part.expert_tokens)
-        return {} if load is None else {"expert_load": load}
+    def _expert_load(self, fragment: int, part: Part) -> float | None:
+        return expert_load(self._layout.expert_layers(fragment).values(), part.expert_tokens)
 
     def write_status(
         self,
@@ -141,6 +140,12 @@ class Account:
     def close(self) -> None:
         """Close the metrics file."""
         self._metrics.close()
+
+
+def _expert_load(loads: Iterable[float | None]) -> dict[str, float]:
+    """The field, where tokens of experts are counted."""
+    known = [load for load in loads if load is not None]
+    return {"expert_load": fmean(known)} if known else {}
 
 
 def _island(view: IslandView, report: ReportRecord | None) -> dict[str, Any]:
