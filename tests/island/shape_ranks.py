@@ -17,7 +17,7 @@ class Carried(Island):
     """An island whose steps see the same batches whatever its shape."""
 
     def __init__(self, directory, model, settings, steps_made):
-        case = {"deepspeed": settings, "activation_checkpointing": False, "model": model}
+        case = {"deepspeed": settings, "activation_checkpointing": False, "compiled": False, "model": model}
         super().__init__(case, directory, seed=1 if steps_made == 0 else 2)
         self.steps_made = steps_made
         self.is_adam = settings["optimizer"]["type"] == "AdamW"
