@@ -118,6 +118,18 @@ def test_records_with_nothing_but_their_kind(tmp_path: Path) -> None:
     assert "t" in page_of(run.root).words
 
 
+def test_the_load_of_experts_is_told_where_it_is_known(tmp_path: Path) -> None:
+    run, row = new_run(tmp_path), "tokens of a layer's busiest expert, over the mean"
+    with MetricsFile(run.metrics) as metrics:
+        metrics.write("merge")
+        assert row not in page_of(run.root).words
+        for load in (1.25, 1.5):
+            metrics.write("merge", expert_load=load)
+    words = page_of(run.root).words
+    assert row in words
+    assert "1.38" in words
+
+
 def test_a_report_is_replaced_by_the_next(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     assert page_of(run.root).figures == 0
