@@ -88,8 +88,10 @@ def test_shared_memory_must_hold_the_store_and_every_mailbox(config, monkeypatch
     preflight.check_shared_memory(config, layout, islands=True)
     weights = 4 * sum(layout.numels)
     needed = sum(preflight._shared_sizes(config, layout, True))
-    # two slots of weights and momentum; two outboxes and an inbox of two slots for each of two islands
-    assert needed == pytest.approx((2 * 2 + 2 * 3 * 2) * weights, rel=0.25)
+    # Two slots of weights and momentum; two outboxes and an inbox of two slots for each of two islands, and beside each of these
+    # two slots of a portion of two moments.
+    portion = 2 / layout.fragments
+    assert needed == pytest.approx((2 * 2 + 2 * 3 * 2 * (1 + portion)) * weights, rel=0.25)
     monkeypatch.setattr(
         os, "statvfs", lambda _: os.statvfs_result((4096, 4096, 10, 2, 2, 10, 10, 10, 0, 255))
     )
