@@ -88,8 +88,8 @@ def test_shared_memory_must_hold_the_store_and_every_mailbox(config, monkeypatch
     preflight.check_shared_memory(config, layout, islands=True)
     weights = 4 * sum(layout.numels)
     needed = sum(preflight._shared_sizes(config, layout, True))
-    # Two slots of weights and momentum; two outboxes and an inbox of two slots for each of two islands, and beside each of these
-    # two slots of a portion of two moments.
+    # Two slots of weights and momentum; two outboxes and an inbox of two slots for each of two islands, and beside each
+    # of these two slots of a portion of two moments.
     portion = 2 / layout.fragments
     assert needed == pytest.approx((2 * 2 + 2 * 3 * 2 * (1 + portion)) * weights, rel=0.25)
     monkeypatch.setattr(
