@@ -106,14 +106,11 @@ BAD_RUNS = [
     ("deepspeed.scheduler={type: WarmupLR}", "use trainer.scheduler"),
     ("trainer.scheduler=cosin", "trainer.scheduler 'cosin'"),
     ("exchange.outer.name=SGDD", "SGDD"),
-    pytest.param(
-        "evaluation.tasks=[arc_esay]",
-        "there is no task 'arc_esay' in lm-eval; did you mean 'arc_easy'?",
-        marks=pytest.mark.slow,
-    ),
+    ("evaluation.tasks=[arc_esay]", "there is no task 'arc_esay' in lm-eval; did you mean 'arc_easy'?"),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("same_signals")
 @pytest.mark.parametrize(("override", "expected"), BAD_RUNS)
 def test_a_bad_run_is_refused_before_anything_is_there(override, expected, tmp_path, monkeypatch, capsys):

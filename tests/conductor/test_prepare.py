@@ -39,6 +39,7 @@ def test_what_fails_while_the_directory_is_filled_leaves_none(tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_second_run_leaves_the_first_alone_and_has_the_same_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = tiny_config(tmp_path / "given")

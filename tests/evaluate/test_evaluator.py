@@ -103,6 +103,7 @@ def test_the_process_evaluates_a_snapshot_and_records_it(run):
     assert len(read_metrics(run.metrics)) == 1
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_at_its_newest_weights(run, capsys):
     with pytest.raises(UserError, match="no global weights yet"):
         evaluate_model(str(run.root), tasks=[])

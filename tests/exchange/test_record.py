@@ -106,6 +106,7 @@ def _value(n: int) -> bytes:
     return n.to_bytes(8, "little") * (1 + n % 500)
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_random_moments(tmp_path, killed_when):
     record = Record.create(tmp_path / "r", 4096)
     chance = random.Random(1)

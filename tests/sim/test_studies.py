@@ -13,6 +13,7 @@ from diloco_ds.sim import bandwidth, hetero, scavenge
 from diloco_ds.sim.bandwidth import Setup
 
 
+@pytest.mark.slow
 def test_the_scavenging_curve():
     points = scavenge.compute(scavenge.Scavenging())
     assert [point.paper for point in points] == [0.90, 0.83, 0.75, 0.62]
@@ -27,6 +28,7 @@ def test_extra_compute_must_make_whole_learners():
         scavenge.Scavenging(extra=(0.3,))
 
 
+@pytest.mark.slow
 def test_mixed_hardware():
     cases = {case.name: case for case in hetero.compute(hetero.mixed_hardware(hours=3.0))}
     assert cases["all"].result.goodput == pytest.approx(0.84, abs=0.01)
@@ -75,6 +77,7 @@ def test_a_slow_link_makes_merges_rarer_and_not_impossible():
     assert periods[3] == pytest.approx(on_the_wire, rel=0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["scavenge", "hetero", "bandwidth"])
 def test_each_prints_a_table_and_writes_json_and_a_plot(part, tmp_path, capsys):
     quick = {"scavenge": ["--steps", "200"], "hetero": ["--hours", "0.5"], "bandwidth": []}[part]
