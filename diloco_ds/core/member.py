@@ -18,11 +18,9 @@ class Counts(NamedTuple):
     missed: int = 0  # merges for which it was asked in vain
     tokens: int = 0  # merged
 
-    def after(self, tokens: int | None) -> Counts:
-        """After one more merge, of so many of its tokens; None: it was asked in vain."""
-        if tokens is None:
-            return self._replace(missed=self.missed + 1)
-        return Counts(self.merged + 1, self.missed, self.tokens + tokens)
+    def plus(self, more: Counts) -> Counts:
+        """Both together."""
+        return Counts(self.merged + more.merged, self.missed + more.missed, self.tokens + more.tokens)
 
 
 @dataclass

@@ -83,10 +83,8 @@ class Roster:
         for part in parts:
             member = self._members[part.island]
             member.merged_base[fragment] = max(member.merged_base[fragment], part.base)
-        for name, tokens in tokens_of(parts).items():
-            self._members[name].count(Counts(merged=1, tokens=tokens))
-        for name in missed:
-            self._members[name].count(Counts(missed=1))
+        for name, of_it in counts_of(parts, missed).items():
+            self._members[name].count(of_it)
         return missed
 
     def restore(self, fragment: int, merged_base: Mapping[str, int], counts: Mapping[str, Counts]) -> None:
@@ -102,12 +100,13 @@ class Roster:
         actions.append(Membership(island, False, reason))
 
 
-def tokens_of(parts: Iterable[Part]) -> dict[str, int]:
-    """Tokens of each island in a merge: it can have two parts, a late one beside a new one."""
-    tokens: dict[str, int] = {}
+def counts_of(parts: Iterable[Part], missed: Iterable[str]) -> dict[str, Counts]:
+    """What one merge is for each island. One can have two parts in it, a late one beside a new one."""
+    counts = {name: Counts(missed=1) for name in missed}
     for part in parts:
-        tokens[part.island] = tokens.get(part.island, 0) + part.tokens
-    return tokens
+        before = counts.get(part.island, Counts())
+        counts[part.island] = Counts(merged=1, tokens=before.tokens + part.tokens)
+    return counts
 
 
 def _set_alive(member: Member, alive: bool, reason: str, actions: list[Action]) -> None:

@@ -15,7 +15,7 @@ from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.core.member import Counts
 from diloco_ds.core.merge import MergePart, merge_fragment
 from diloco_ds.core.outer import OuterOptimizer
-from diloco_ds.core.roster import tokens_of
+from diloco_ds.core.roster import counts_of
 from diloco_ds.exchange.store import Mark
 
 
@@ -91,9 +91,8 @@ class Merger:
 def next_mark(mark: Mark, action: Merge, scalars: dict[str, float]) -> Mark:
     """The mark of a fragment after `action`, given the one before and the outer optimizer's new scalars."""
     merged, cursors, counts = dict(mark.merged), dict(mark.cursors), dict(mark.counts)
-    changes = {**dict.fromkeys(action.missed), **tokens_of(action.parts)}
-    for island, tokens in changes.items():
-        counts[island] = counts.get(island, Counts()).after(tokens)
+    for island, of_it in counts_of(action.parts, action.missed).items():
+        counts[island] = counts.get(island, Counts()).plus(of_it)
     for part in action.parts:
         merged[part.island] = max(part.base, merged.get(part.island, -1))
         if part.lease:

@@ -24,7 +24,7 @@ from diloco_ds.island.slices import How
 from diloco_ds.island.timing import Laps
 from diloco_ds.island.transfer import Transfer
 
-_NONE = -1
+NOTHING = -1
 _PIECES_SIZE = 2 * PIECES
 
 
@@ -57,14 +57,14 @@ class Decision:
     lr_tokens: int  # where the learning rate of the next step stands
     adopt: dict[int, Adopt] = field(default_factory=dict)  # by fragment
     answer: tuple[int, ...] = ()  # fragments to write into the outbox; rank 0 has begun them
-    give: int = _NONE  # the portion of the moments to write for a peer; rank 0 has begun it
+    give: int = NOTHING  # the portion of the moments to write for a peer; rank 0 has begun it
     read: tuple[Piece, ...] = ()  # the batch to read ahead now (core/reading.py); none where no step follows
 
     def encode(self, fragments: int) -> list[int]:
         """The decision as `encoded_size(fragments)` integers."""
-        per_fragment = [_NONE] * (3 * fragments)
+        per_fragment = [NOTHING] * (3 * fragments)
         for fragment, adopt in self.adopt.items():
-            snapshot = _NONE if adopt.snapshot is None else adopt.snapshot
+            snapshot = NOTHING if adopt.snapshot is None else adopt.snapshot
             per_fragment[3 * fragment : 3 * fragment + 2] = [adopt.version, snapshot]
         for fragment in self.answer:
             per_fragment[3 * fragment + 2] = 1
@@ -79,10 +79,10 @@ class Decision:
         fragments = range(len(rest) // 3)
         adopt = {
             fragment: Adopt(
-                rest[3 * fragment], None if rest[3 * fragment + 1] == _NONE else rest[3 * fragment + 1]
+                rest[3 * fragment], None if rest[3 * fragment + 1] == NOTHING else rest[3 * fragment + 1]
             )
             for fragment in fragments
-            if rest[3 * fragment] != _NONE
+            if rest[3 * fragment] != NOTHING
         }
         answer = tuple(fragment for fragment in fragments if rest[3 * fragment + 2] == 1)
         return cls(Then(then), bool(save), step, lr_tokens, adopt, answer, give, read)
@@ -163,7 +163,7 @@ class Boundary:
         A fragment that is both wanted and replaced is sent as it was before.
         """
         transfers = [transfer for fragment in decision.answer for transfer in self._answer(fragment)]
-        if decision.give != _NONE:
+        if decision.give != NOTHING:
             transfers.append(self._ranks.write_moments(decision.give, self._given.begun(0)))
             failpoint("learner.giving")
         self._laps.lap("answer")

@@ -14,6 +14,9 @@ from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.wire import MomentsHeader, request_version
 from diloco_ds.island.portioned_moments import OwnMoments
 
+_LOOKS = 100
+"""Steps after which is looked for moments: the first of a run in fp16 are skipped. Who has none by then never will."""
+
 
 class Giver(NamedTuple):
     """Who gives."""
@@ -34,11 +37,14 @@ class Giving:
         self.own: Callable[[], OwnMoments | None] = lambda: None
         """What there is to give now."""
         self.able = False
-        """Whether there is anything; looked at after each step (`stepped`)."""
+        """Whether there is anything; looked at after the first steps (`stepped`)."""
+        self._looks = _LOOKS
 
     def stepped(self) -> None:
         """The optimizer has made a step."""
-        self.able = self.able or self.own() is not None
+        if self._looks and not self.able:
+            self._looks -= 1
+            self.able = self.own() is not None
 
     def begin(self, gift: Gift, base: Sequence[int]) -> MomentsHeader | None:
         """The header of the portion that is written at this boundary, for which its slot is begun. None if nothing

@@ -17,7 +17,7 @@ from diloco_ds.core.lease import Position
 from diloco_ds.core.reading import Piece, Reading
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.exchange.wire import MomentsHeader, OrdersRecord, ReportRecord, UpdateHeader
-from diloco_ds.island.boundary import Adopt, Decision, Then
+from diloco_ds.island.boundary import NOTHING, Adopt, Decision, Then
 from diloco_ds.island.giving import Giver, Giving
 
 WAIT_S = 0.02
@@ -160,8 +160,16 @@ class Lead:
         then = self._then(plan, stop, answered=len(headers) == len(plan.answer) or not answer)
         read = self.plan_batch() if then is Then.STEP else ()
         gift = self.giving.begin(orders.gift, self.clock.base) if then is Then.STEP and answer else None
-        decision = Decision(then, False, self.clock.step, self.progress.lr_tokens, adopt, tuple(headers))
-        decision = replace(decision, read=read, give=gift.portion if gift else decision.give)
+        decision = Decision(
+            then,
+            save=False,
+            step=self.clock.step,
+            lr_tokens=self.progress.lr_tokens,
+            adopt=adopt,
+            answer=tuple(headers),
+            give=gift.portion if gift else NOTHING,
+            read=read,
+        )
         return decision, lambda: self._finish(adopt, headers, gift)
 
     def read_orders(self) -> Orders:

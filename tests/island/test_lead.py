@@ -4,9 +4,11 @@ import pytest
 
 from diloco_ds.core.events import Gift, Orders
 from diloco_ds.core.learner import LearnerClock
+from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.exchange.wire import MomentsHeader, OrdersRecord, ReportRecord, UpdateHeader
 from diloco_ds.island.boundary import Adopt, Then
+from diloco_ds.island.giving import Giver, Giving
 from diloco_ds.island.lead import Identity, Lead
 from diloco_ds.island.portioned_moments import OwnMoments
 
@@ -285,3 +287,12 @@ def test_a_report_says_what_there_is_to_give_and_what_is_asked_for(folder):
     island.lead.report("running")
     report = ReportRecord.unpack(island.mailbox.report.read()[1]).report
     assert (report.gives, report.asks) == (1, 0)
+
+
+def test_an_optimizer_that_keeps_no_moments_is_not_looked_at_for_ever(tmp_path):
+    looks = []
+    giving = Giving(Giver("run", "a", 1), FragmentBox.create(tmp_path / "given", [4], 1024))
+    giving.own = lambda: looks.append(None)
+    for _ in range(1000):
+        giving.stepped()
+    assert (giving.able, len(looks)) == (False, 100)
