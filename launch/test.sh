@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Sets up and runs everything that checks this project: ruff, mypy and the whole test suite.
-#   bash launch/test.sh [pytest arguments]      for example: bash launch/test.sh -m "not slow"
+#   bash launch/test.sh [pytest arguments]      for example: bash launch/test.sh -m "not slow", or -n 0 for one test after the other
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-exec .venv/bin/python -m pytest "$@"
+# Files of tests side by side, one more than there are cores: tests of whole runs wait for processes for most of their time.
+cores=$(nproc)
+exec .venv/bin/python -m pytest -n "$((cores < 8 ? cores + 1 : 8))" --dist loadfile --no-loadscope-reorder "$@"

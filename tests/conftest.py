@@ -1,8 +1,21 @@
-"""What tests of any folder may need."""
+"""What tests of any folder may need, and the order of the files: the longest first, so that none of them is last alone."""
 
 import signal
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile(
+    "no deadline", deadline=None
+)  # how long an example takes says nothing on a busy machine
+settings.load_profile("no deadline")
+
+LONGEST = ("test_chaos", "test_matrix", "test_resume", "test_storm", "test_whole_run", "test_expert_parallel")
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ seeds = st.integers(0, 2**31 - 1)
 
 
 @given(seed=seeds, per_hour=rates, minutes=st.floats(0.1, 60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_same_seed_gives_the_same_schedule_in_order_and_in_time(seed, per_hour, minutes):
     schedule = generate(seed, per_hour, 60 * minutes, ISLANDS)
     assert schedule == generate(seed, per_hour, 60 * minutes, ISLANDS)
@@ -27,7 +27,7 @@ def test_the_same_seed_gives_the_same_schedule_in_order_and_in_time(seed, per_ho
 
 
 @given(seed=seeds, per_hour=rates)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_is_drawn_can_be_aimed_and_is_read_back_equal(seed, per_hour, tmp_path_factory):
     schedule = generate(seed, per_hour, 600, ISLANDS)
     path = tmp_path_factory.mktemp("schedule") / "s.yaml"

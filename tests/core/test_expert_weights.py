@@ -107,7 +107,7 @@ def mixtures(draw):
     return layout, experts, list(zip(steps, tokens, gradients, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(mixtures(), st.integers(1, 8))
 def test_with_the_same_share_for_every_expert_it_is_the_ordinary_mean(case, share):
     layout, experts, learners = case
@@ -116,7 +116,7 @@ def test_with_the_same_share_for_every_expert_it_is_the_ordinary_mean(case, shar
     assert merged(layout, parts, matrices="mean") == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(mixtures(), st.randoms(use_true_random=False), st.sampled_from(["mean", "rda"]))
 def test_the_order_of_learners_does_not_matter(case, random, matrices):
     layout, experts, learners = case

@@ -130,7 +130,7 @@ def optimum(sizes, count):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(1, 3), st.booleans())
 def test_the_largest_fragment_is_at_most_four_thirds_of_the_optimum(sizes, count, with_embedding):
     specs = tensors(*sizes)
@@ -143,7 +143,7 @@ def test_the_largest_fragment_is_at_most_four_thirds_of_the_optimum(sizes, count
         assert [placed.spec.name for placed in layout.tensors_of(0)] == ["embedding"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=30),
     st.integers(1, 12),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_ds.config import Exchange
@@ -145,7 +145,6 @@ peers = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(peers, min_size=1, max_size=5), st.booleans())
 def test_only_who_has_seen_the_clock_is_named(others, leaves):
     names = "bcdefg"[: len(others)]

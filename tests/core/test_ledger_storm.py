@@ -28,7 +28,7 @@ ACTS = (
 
 
 @given(st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 3)), max_size=120))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_whatever_happens_the_accounts_balance_and_no_block_is_leased_or_merged_twice(acts):
     story = Story()
     cut_reads = Counter()
@@ -76,7 +76,7 @@ def test_whatever_happens_the_accounts_balance_and_no_block_is_leased_or_merged_
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=60, max_size=200), st.integers(0, 2**16))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_in_the_end_every_block_of_an_epoch_is_merged_once_though_islands_die_at_any_moment(turns, dice):
     """Three islands take turns, one in ten of which is a death; then the living ones read on until two epochs are merged."""
     story = Story()

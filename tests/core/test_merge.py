@@ -194,14 +194,14 @@ def close(values, like):
     return np.allclose(values, like, rtol=1e-4, atol=1e-5 * float(np.abs(like).max()))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases())
 def test_against_an_independent_reference(case):
     layout, theta, parts, rule = case
     assert close(merged(layout, theta, parts, **rule), reference(layout, theta, parts, Merge(**rule)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.randoms(use_true_random=False), st.floats(1e-6, 1e6))
 def test_order_of_parts_and_scale_of_weights_do_not_matter(case, random, scale):
     layout, theta, parts, rule = case
@@ -212,7 +212,7 @@ def test_order_of_parts_and_scale_of_weights_do_not_matter(case, random, scale):
     assert close(merged(layout, theta, scaled, **rule), np.array(plain))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 6), st.integers(2, 40), st.integers(0, 2**31), st.floats(1e-3, 1e3))
 def test_rda_keeps_the_norm_that_all_gradients_share(count, size, seed, length):
     generator = torch.Generator().manual_seed(seed)

@@ -1,11 +1,10 @@
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_ds.core import portions
 from diloco_ds.core.portions import Portions
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12))
 def test_the_portions_hold_every_weight_once(numels):
     divided = Portions(numels)

@@ -297,7 +297,7 @@ def test_a_joining_island_is_merged_and_the_other_does_not_notice():
 # ---- properties in virtual time ----
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     slowness=st.fractions(min_value=1, max_value=8, max_denominator=6),
     fragments=st.integers(2, 9),
@@ -318,7 +318,7 @@ def test_a_slower_learner_gets_every_fragment_merged(slowness, fragments, overla
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     speeds=st.lists(st.floats(0.5, 4.0), min_size=1, max_size=5),
     data=st.data(),

@@ -65,7 +65,7 @@ ANY_ENTRY = st.builds(Entry, st.floats(0, 1e9), st.one_of([any_of(cls) for cls i
 
 
 @pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.__name__)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_every_kind_is_read_back_as_it_was(cls, data):
     entry = Entry(data.draw(st.floats(0, 1e9)), data.draw(any_of(cls)))
@@ -73,7 +73,7 @@ def test_every_kind_is_read_back_as_it_was(cls, data):
     assert entry.is_event == (cls in get_args(events.Event))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(ANY_ENTRY, max_size=8), st.lists(ANY_ENTRY, max_size=8))
 def test_a_tape_of_two_generations(first, second):
     records = [HEADER, *first, Header("run-7", "ab12", 2), *second]

@@ -71,7 +71,7 @@ def test_without_bos_blocks_are_slices_of_the_stream(without_bos, tmp_path):
     length=st.integers(8, 20),
     chunks=st.integers(1, 4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_nothing_is_lost_but_the_end(tokenizer, tmp_path_factory, texts, length, chunks):
     counts, packed = pack(tokenizer, texts, length, tmp_path_factory.mktemp("pack"), chunks)
     rows = (
@@ -88,7 +88,7 @@ def test_nothing_is_lost_but_the_end(tokenizer, tmp_path_factory, texts, length,
 
 
 @given(text=st.text(max_size=60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_bytes_of_tokens_add_up_to_the_text(tokenizer, text):
     text = text.encode("utf-8", "ignore").decode()
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

@@ -10,7 +10,7 @@ seeds = st.integers(0, 2**31 - 1)
 
 
 @given(blocks=sizes, seed=seeds, epoch=st.integers(-(2**40), 2**40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_an_epoch_holds_every_block_once(blocks, seed, epoch):
     order = BlockOrder(blocks, seed)
     start = epoch * blocks

@@ -73,7 +73,7 @@ class _Death(Exception):
     pass
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(old=st.binary(max_size=40), new=st.binary(max_size=40), share=st.floats(0, 1))
 def test_death_at_any_byte_of_the_payload(tmp_path, monkeypatch, old, new, share):
     (tmp_path / "r").unlink(missing_ok=True)

@@ -111,7 +111,7 @@ def test_round_trip(message):
     assert type(message).unpack(message.pack()) == message
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(messages)
 def test_every_truncation_is_refused(message):
     data = message.pack()
@@ -122,7 +122,7 @@ def test_every_truncation_is_refused(message):
         type(message).unpack(data + b"\0")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(messages)
 def test_every_bit_flip_is_refused(message):
     data = message.pack()

@@ -29,8 +29,9 @@ def run(tmp_path_factory, points):
     directory = tmp_path_factory.mktemp("chaos")
     settings = {
         "budget": {"tokens": 10**9},
-        "deepspeed": {"gradient_accumulation_steps": 48},
         "syncer": {"checkpoint_every_s": 3.0},
+        # Steps at a pace, as in the fault matrix: the processors are free for what has to start again.
+        "trainer": {"warmup_tokens": 1024, "least_step_s": 0.5},
     }
     schedule = directory / "storm.yaml"
     schedule.write_text("faults: [{at_s: 0.5, fault: hang, target: syncer, seconds: 1}]\n")
@@ -95,13 +96,15 @@ def test_a_slow_island_is_merged_all_the_same_and_slows_nobody_else(run):
         "chaos", str(run.dir.root), "--fault", "slow", "--target", "a", "--seconds", "15"
     ) as chaos:
         (fault,) = run.until(lambda: run.records("event", event="fault", fault="slow"), "it is throttled")
-        since, used = time.time(), sum(rank.cpu_times()[:2])
-        run.until_merged_again("a", since=since)
-        run.until(lambda: time.time() - since > 10, "some of its time", within_s=30)
-        share = (sum(rank.cpu_times()[:2]) - used) / (time.time() - since)
-        assert chaos.wait() == 0
-    assert 0.02 < share < 0.4, "a quarter of the time at four times slower"
+        stands = []
+        while chaos.poll() is None:
+            stands.append(rank.status() == psutil.STATUS_STOPPED)
+            time.sleep(0.05)
+        assert chaos.returncode == 0
+    assert 0.6 < statistics.mean(stands) < 0.9, "it stands three quarters of the time at four times slower"
     until = time.time()
+    merges = [record for record in run.records("merge") if fault["time"] < record["time"] < until]
+    assert "a" in {part["island"] for record in merges for part in record["parts"]}
     assert_no_gap(run, "b", fault["time"], until)
     run.until_merged_again("a", since=until)
     assert run.island("a").incarnation == before.incarnation, "nobody takes it for hung"

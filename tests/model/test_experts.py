@@ -70,7 +70,7 @@ def test_a_fragment_without_experts_has_none():
 
 
 @pytest.mark.parametrize("how", ["overwrite", "mix", "rebase"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.sampled_from(["step", "answer", "adopt"]), st.integers(0, 1)), max_size=30))
 def test_they_start_anew_when_the_clock_s_tokens_do(how, events):
     layers, routed, layout = counting()

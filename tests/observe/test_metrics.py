@@ -87,7 +87,7 @@ def _finite(value: object) -> object:
     return [_finite(item) for item in value] if isinstance(value, list) else value
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(value=json_values)
 def test_what_is_written_is_read_back_without_nan(
     tmp_path_factory: pytest.TempPathFactory, value: object

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from recorded_run import GONE, new_run, record_training, write_status
 from rich.console import Console
@@ -131,7 +131,6 @@ def test_the_picture_as_svg(status: Status, tmp_path: Path) -> None:
     assert "restarting" in svg
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.floats(0, 100)), max_size=600))
 def test_a_trend_fits_however_long_the_run(points: list[tuple[int, float]]) -> None:
     trend = LossTrend()
