@@ -27,7 +27,7 @@ from diloco_ds.rundir import RunDir, SharedMemory
 
 NORMAL_STEPS = 3
 """The longest gap between the steps of an island that nothing has happened to, in its normal steps."""
-PATIENCE_S = 180.0
+PATIENCE_S = 300.0
 """For anything that takes seconds on a machine with nothing else to do."""
 
 

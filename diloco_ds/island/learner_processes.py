@@ -32,6 +32,7 @@ class LearnerProcesses:
         self.incarnation = incarnation
         self._mark = mark(run_id, island, incarnation)
         self._popen = popen
+        self._launcher: psutil.Process | None = None  # of a learner that another supervisor started
         self._ranks: dict[int, psutil.Process] = {}
         self._broken_since: float | None = None
 
@@ -62,11 +63,16 @@ class LearnerProcesses:
         return cls(run_id, island, incarnation, popen)
 
     @property
+    def taken_over(self) -> bool:
+        """Whether another supervisor started it."""
+        return self._popen is None
+
+    @property
     def launcher(self) -> int | None:
-        """Process id of the `deepspeed` launcher, None if it is gone."""
+        """Process id of the `deepspeed` launcher, None if it is gone; of one taken over also before `find_ranks`."""
         if self._popen is not None:
             return self._popen.pid if self._popen.returncode is None else None
-        return next((process.pid for process in self.members() if "RANK" not in _environment(process)), None)
+        return self._launcher.pid if self._launcher is not None and _alive(self._launcher) else None
 
     @property
     def ranks(self) -> dict[int, int]:
@@ -81,11 +87,13 @@ class LearnerProcesses:
         return sorted(found, key=lambda process: process.pid)
 
     def find_ranks(self, expected: int) -> bool:
-        """Look for the ranks; True when all `expected` ones have been found. Costs a look at every process of
-        the host.
+        """Look for the launcher and the ranks; True when all `expected` ranks have been found. Costs a look at every
+        process of the host.
         """
         if len(self._ranks) < expected:
-            self._ranks = _ranks_among(self.members())
+            members = self.members()
+            self._ranks = _ranks_among(members)
+            self._launcher = next((each for each in members if "RANK" not in _environment(each)), None)
         return len(self._ranks) == expected
 
     def broken_for(self, now: float) -> float:
@@ -99,14 +107,14 @@ class LearnerProcesses:
     def exit_code(self) -> int | None:
         """None while it runs; else the launcher's exit code (-9 = by SIGKILL).
 
-        The code of a learner that another supervisor started cannot be had: 0 as soon as one of its ranks is
-        gone.
+        The code of a learner that another supervisor started cannot be had: 0 as soon as its launcher or one of its
+        ranks is gone.
         """
         if self._popen is not None:
             return self._popen.poll()
         if not self._ranks:
             return None if self.members() else 0
-        return None if all(_alive(process) for process in self._ranks.values()) else 0
+        return None if self.launcher and all(_alive(process) for process in self._ranks.values()) else 0
 
     def signal_ranks(self, number: signal.Signals) -> int:
         """Send a signal to every rank; returns how many there were."""

@@ -44,8 +44,8 @@ CLEAN_END_S = 25.0
 """How long a learner that was asked to stop may take to write its checkpoint."""
 POLL_S = 0.2
 LAUNCHER_WITHIN_S = 3.0
-"""For the launcher to end once a rank has. It asks the other ranks to end and gives them 30 s; those of a broken world
-may be stuck in a collective operation and hear nothing.
+"""For the launcher to end once a rank has that told of an error: its exit code says more. It asks the other ranks to
+end and gives them 30 s; those of a broken world may be stuck in a collective operation and hear nothing.
 """
 GIVEN_UP = 1
 USER_ERROR = 2
@@ -142,8 +142,8 @@ class Supervisor:
         *older, learner = [LearnerProcesses(self._run_id, self._island, each) for each in running]
         for old in older:
             old.kill()
-        complete = learner.find_ranks(self._config.island(self._island).ranks)
-        if not complete and learner.launcher is None:
+        learner.find_ranks(self._config.island(self._island).ranks)
+        if learner.launcher is None:
             learner.kill()
             return None
         self._status.incarnation = learner.incarnation
@@ -193,8 +193,8 @@ class Supervisor:
                 return self._ending(learner, code)
             if len(learner.ranks) < ranks and learner.find_ranks(ranks):
                 self._write_status(learner)
-            if rhythm.stepping and self._is_broken(learner):
-                return Ending("restarting", "a rank has ended, and the others wait for it")
+            if rhythm.stepping and (reason := self._broken(learner)):
+                return Ending("restarting", f"{reason}; see {self._run.log(self._island)}")
             if not self._mailbox.is_current():
                 return Ending("restarting", f"its mailbox {self._mailbox.folder} was removed")
             self._observe(learner, rhythm)
@@ -202,10 +202,15 @@ class Supervisor:
                 return Ending("restarting", reason)
             time.sleep(POLL_S)
 
-    def _is_broken(self, learner: LearnerProcesses) -> bool:
-        """Whether it cannot go on though its launcher runs. In a run that ends, ranks end one after the other."""
-        broken = learner.broken_for(time.monotonic()) > LAUNCHER_WITHIN_S
-        return broken and self._orders_phase() in (None, "run")
+    def _broken(self, learner: LearnerProcesses) -> str | None:
+        """Why it cannot go on though its launcher runs, if so. In a run that ends, ranks end one after the other."""
+        seconds = learner.broken_for(time.monotonic())
+        if not seconds or self._orders_phase() not in (None, "run"):
+            return None
+        _, report = self._report_of(learner)
+        if report is not None and report.phase == "running" and self._last_error() is None:
+            return "a rank is gone without a word, as if killed"
+        return "a rank has ended, and the others wait for it" if seconds > LAUNCHER_WITHIN_S else None
 
     def _observe(self, learner: LearnerProcesses, rhythm: StepRhythm) -> None:
         sequence, report = self._report_of(learner)
@@ -240,7 +245,12 @@ class Supervisor:
         error = self._last_error()
         if code == USER_ERROR:
             return Ending("failed", error or f"it cannot run as configured ({_in_words(code)})", USER_ERROR)
-        why = f"the learner ended with {_in_words(code)}" + (f": {error}" if error else "")
+        how = (
+            "its launcher or a rank has ended"
+            if learner.taken_over
+            else f"the learner ended with {_in_words(code)}"
+        )
+        why = how + (f": {error}" if error else "")
         if said == "running" and self._orders_phase() in ("stop", "finished"):
             return Ending("stopped", f"the run ends, and {why}")
         own = error if 0 < code <= LAST_OWN_CODE else None

@@ -12,7 +12,7 @@ from live_run import assert_no_gap, live_run, normal_step
 
 from diloco_ds.core.returning import VERSION_GAP
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 MOMENTS = {
     "rank": ("kill", "hang", "writing", "reading", "join", "checkpoint", "stop"),

@@ -159,7 +159,7 @@ def test_stopped_killed_and_finished(run):
     run.until_merged_again("a", "b")
     assert run.status().tokens >= before
     assert re.search(r"starts from the store in shared memory", run.dir.log("syncer").read_text())
-    assert run.end(within_s=300) == 0, run.story()
+    assert run.end(within_s=600) == 0, run.story()
     run.assert_nothing_left()
     assert run.status().state == "finished"
     assert run.dir.export.exists()

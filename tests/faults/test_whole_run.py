@@ -39,7 +39,7 @@ def finished(tmp_path_factory):
     }
     with live_run(directory, **settings) as run:
         run.train()
-        code = run.end(within_s=400)
+        code = run.end(within_s=600)
         yield run, code
 
 

@@ -70,6 +70,20 @@ def test_another_supervisor_finds_the_learner_by_its_mark(tmp_path):
         learner.kill()
 
 
+def test_another_supervisor_sees_that_the_launcher_is_gone(tmp_path):
+    run_id, learner = start(tmp_path)
+    try:
+        other = LearnerProcesses(run_id, "a", 1)
+        assert other.launcher is None  # nobody has looked yet
+        assert other.find_ranks(2)
+        os.kill(other.launcher, signal.SIGKILL)
+        wait_for(lambda: other.exit_code() is not None)
+        assert other.launcher is None
+        assert len(other.members()) == 4
+    finally:
+        learner.kill()
+
+
 def test_ranks_that_their_launcher_left_behind_are_killed_too(tmp_path):
     _, learner = start(tmp_path)
     try:

@@ -120,28 +120,35 @@ report("drained", 3)
     assert "exit code 4; see" in second
 
 
-def test_a_dead_rank_that_the_others_wait_for_is_not_waited_for(run, monkeypatch):
+@pytest.mark.parametrize(
+    ("last_words", "expected"),
+    [
+        ("ValueError: no more", "a rank has ended, and the others wait for it; see "),
+        ("", "a rank is gone without a word, as if killed; see "),
+    ],
+)
+def test_a_dead_rank_that_the_others_wait_for_is_not_waited_for(run, monkeypatch, last_words, expected):
     """The launcher waits for rank 0, which does not hear it; rank 1 has ended."""
-    script = """
+    script = f"""
 if incarnation > 1:
     report("drained", 3)
     sys.exit(0)
 import subprocess
 stuck = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 ranks = [
-    subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RANK": str(rank)})
-    for rank, code in enumerate((stuck, "import time; time.sleep(2)"))
+    subprocess.Popen([sys.executable, "-c", code], env={{**os.environ, "RANK": str(rank)}})
+    for rank, code in enumerate((stuck, "import time; time.sleep(2); print({last_words!r})"))
 ]
 steps(4)
 [each.wait() for each in ranks]
 """
-    monkeypatch.setattr(supervisor, "LAUNCHER_WITHIN_S", 0.5)
+    monkeypatch.setattr(supervisor, "LAUNCHER_WITHIN_S", 0.5 if last_words else 600.0)
     two = tiny_config(run.root.parent, islands=1, ranks=2)
     save_config(two, run.config)
     monkeypatch.delenv("RANK", raising=False)
     code, status = supervise(run, monkeypatch, script, rank=None)
     assert (code, status["state"], status["restarts"]) == (0, "done", 1)
-    assert reasons(run, "learner_restarting")[0].startswith("a rank has ended, and the others wait for it")
+    assert reasons(run, "learner_restarting")[0].startswith(expected)
 
 
 def test_a_mailbox_that_was_removed_is_made_again(run, monkeypatch):

@@ -50,7 +50,7 @@ def finished(tmp_path_factory):
     }
     with live_run(tmp_path_factory.mktemp("unequal"), **settings) as run:
         run.train()
-        assert run.end(within_s=400) == 0, run.story()
+        assert run.end(within_s=600) == 0, run.story()
         run.layout = FragmentLayout.from_json(run.dir.layout.read_text())
         yield run
 
