@@ -292,7 +292,9 @@ class Trainer(Block):
         "stretched to 15 of the peer's steps, before it starts with fresh ones. 0: it does not ask.",
     )
     loss_chunk: Positive = Field(
-        4096, description="Tokens for which the loss over the vocabulary is computed at a time."
+        4096,
+        description="Tokens for which the loss over the vocabulary is computed at a time. Takes about 8 bytes for each of "
+        "them and each entry of the vocabulary: 8 GiB with 256k entries.",
     )
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass (transformers' own)."
