@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -19,6 +18,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from diloco_ds.conductor.shared_memory import remove_shared_memory
 from diloco_ds.config import RunConfig
 from diloco_ds.core.events import Report
 from diloco_ds.core.fragments import FragmentLayout, TensorSpec, balance
@@ -117,7 +117,7 @@ class SyncerRun:
 
     def remove_shared_memory(self) -> None:
         """What the loss of the host does, or the conductor at the end."""
-        shutil.rmtree(self.shared.root, ignore_errors=True)
+        remove_shared_memory(self.shared.run_id)
 
     def close(self) -> None:
         """Kill what still runs; leave no shared memory."""

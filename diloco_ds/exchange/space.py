@@ -9,6 +9,9 @@ from pathlib import Path
 from diloco_ds.errors import UserError
 from diloco_ds.rundir import SharedMemory
 
+_TRIES = 100
+"""At making folders: a run that ends just then removes those that are empty."""
+
 
 def private_folder(path: Path) -> None:
     """Make `path` and what is missing above it, mode 0700; UserError if that fails or it is not ours."""
@@ -17,13 +20,25 @@ def private_folder(path: Path) -> None:
     base = ours[0].parent
     if not base.is_dir():
         raise UserError(f"{base} is not there: the exchange needs shared memory (a tmpfs) mounted at {base}")
-    for folder in ours:
+    for _ in range(_TRIES):
+        if _make(ours):
+            return
+    raise UserError(f"{path}: a folder above it is removed as soon as it is made")
+
+
+def _make(folders: list[Path]) -> bool:
+    """Whether all of them are there now; not if one is gone before the next is made."""
+    for folder in folders:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
+            owner = folder.lstat().st_uid
+        except FileNotFoundError:
+            return False
         except OSError as error:
             raise UserError(f"{folder}: cannot be made ({error.strerror}); it must be writable") from error
-        if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
+        if owner != os.getuid() or folder.is_symlink():
             raise UserError(f"{folder} belongs to somebody else; remove it")
+    return True
 
 
 def require_space(folder: Path, nbytes: int) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 from functools import partial
@@ -16,6 +15,7 @@ import psutil
 import pytest
 from played_link import IN_STORE, ON_THE_WAY
 
+from diloco_ds.conductor.shared_memory import remove_shared_memory
 from diloco_ds.core.events import Orders, Report
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.link_launch import link_command
@@ -122,7 +122,7 @@ class LiveLink:
         self.mpirun.kill()
         self.mpirun.wait()
         self.log.close()
-        shutil.rmtree(self.shared.root)
+        remove_shared_memory(self.shared.run_id)
 
 
 def fill(slot, version):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
+from diloco_ds.conductor.shared_memory import remove_shared_memory
 from diloco_ds.core.events import Gift, Orders, Peer, Report
 from diloco_ds.core.portions import Portions
 from diloco_ds.errors import UserError
@@ -135,6 +137,24 @@ def test_a_folder_of_somebody_else(tmp_path, monkeypatch):
         Mailbox.create(tmp_path / "user" / "run" / "a", (4,), inbox=True)
 
 
+@pytest.mark.parametrize("ends", [1, 10**6])
+def test_runs_that_end_meanwhile_remove_the_folder_above(tmp_path, monkeypatch, ends):
+    top, made, removed = tmp_path / "user", Path.mkdir, []
+    monkeypatch.setattr(space, "SharedMemory", lambda run_id: SharedMemoryIn(top))
+
+    def mkdir(self, *arguments, **settings):
+        if self == top / "run" and len(removed) < ends:
+            removed.append(top.rmdir())
+        made(self, *arguments, **settings)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    if ends == 1:
+        assert Mailbox.create(top / "run" / "a", (4,), inbox=True).folder.is_dir()
+        return
+    with pytest.raises(UserError, match="is removed as soon as it is made"):
+        Mailbox.create(top / "run" / "a", (4,), inbox=True)
+
+
 def test_folders_in_shared_memory_are_private():
     shared = SharedMemory(f"test-mailbox-{os.getpid()}")
     mailbox = Mailbox.create(shared.island_end("a"), (4,), inbox=True)
@@ -143,7 +163,7 @@ def test_folders_in_shared_memory_are_private():
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     finally:
         mailbox.destroy()
-        shared.root.rmdir()
+        remove_shared_memory(shared.run_id)
 
 
 def test_a_record_of_the_wrong_kind_is_refused(tmp_path):

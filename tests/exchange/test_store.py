@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from diloco_ds.conductor.shared_memory import remove_shared_memory
 from diloco_ds.core.fragments import TensorSpec, balance
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.store import Mark, Store, flatten, payload_numels
@@ -21,10 +22,7 @@ BUFFERS = ("exp_avg", "exp_avg_sq")
 def shared():
     memory = SharedMemory(f"test-store-{os.getpid()}")
     yield memory
-    if memory.root.exists():
-        for path in sorted(memory.root.rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-        memory.root.rmdir()
+    remove_shared_memory(memory.run_id)
 
 
 def put(store, fragment, version):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from diloco_ds.conductor.shared_memory import remove_shared_memory
 from diloco_ds.core.fragments import TensorSpec, balance
 from diloco_ds.core.returning import VERSION_GAP, Origin
 from diloco_ds.exchange.gathering import Returned
@@ -40,16 +40,16 @@ FACTS = Facts(run_id="ignored", generation=3, global_step=17, tokens=640, merges
 
 @pytest.fixture
 def new_store():
-    roots = []
+    names = []
 
     def make(fill, run_id="checkpoint"):
-        shared = SharedMemory(f"test-{run_id}-{os.getpid()}-{len(roots)}")
-        roots.append(shared.root)
+        shared = SharedMemory(f"test-{run_id}-{os.getpid()}-{len(names)}")
+        names.append(shared.run_id)
         return Store.create(shared.store, LAYOUT, BUFFERS, run_id, fill)
 
     yield make
-    for root in roots:
-        shutil.rmtree(root, ignore_errors=True)
+    for name in names:
+        remove_shared_memory(name)
 
 
 def restored(path, returned=None):

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from tiny_run import tiny_config
 
 from diloco_ds.conductor.prepare import new_run
+from diloco_ds.conductor.shared_memory import remove_shared_memory
 from diloco_ds.core.events import Orders, Peer
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.exchange.mailbox import Mailbox
@@ -85,7 +85,7 @@ class OneIsland:
             process.wait()
         for incarnation in running_incarnations(self.run_id, "a"):
             LearnerProcesses(self.run_id, "a", incarnation).kill()
-        shutil.rmtree(SharedMemory(self.run_id).root, ignore_errors=True)
+        remove_shared_memory(self.run_id)
 
     # -- the test as syncer
 

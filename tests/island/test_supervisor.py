@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -11,6 +10,7 @@ import threading
 import pytest
 from tiny_run import tiny_config
 
+from diloco_ds.conductor.shared_memory import remove_shared_memory
 from diloco_ds.config_file import save_config
 from diloco_ds.core.events import Orders
 from diloco_ds.core.fragments import TensorSpec, balance
@@ -59,7 +59,7 @@ def run(tmp_path, monkeypatch):
     for number, handler in handlers.items():
         signal.signal(number, handler)
     assert running_incarnations(run.run_id(), "a") == []
-    shutil.rmtree(SharedMemory(run.run_id()).root)
+    remove_shared_memory(run.run_id())
 
 
 def supervise(run, monkeypatch, script, rank=0):
