@@ -5,9 +5,8 @@ import signal
 import pytest
 from hypothesis import settings
 
-settings.register_profile(
-    "no deadline", deadline=None
-)  # how long an example takes says nothing on a busy machine
+# How long an example takes says nothing on a busy machine.
+settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 LONGEST = ("test_chaos", "test_matrix", "test_resume", "test_storm", "test_whole_run", "test_expert_parallel")

@@ -64,11 +64,10 @@ class Mailbox:
 
         UserError if there is one already, or shared memory is missing, too small, or not ours.
         """
-        private_folder(folder.parent)
-        require_space(folder.parent, cls.file_size(numels, inbox, experts))
         partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-        partial.mkdir(mode=0o700)
+        private_folder(partial)
         try:
+            require_space(partial, cls.file_size(numels, inbox, experts))
             capacity = record_capacity(len(numels))
             Record.create(partial / "report", capacity)
             Record.create(partial / "orders", capacity)

@@ -40,13 +40,16 @@ class Returns:
     @classmethod
     def create(cls, folder: Path, numels: Sequence[int]) -> Returns:
         """A new one, in place of what a killed syncer left. UserError if there is no room for it."""
-        private_folder(folder.parent)
         cls.remove(folder)
-        require_space(folder.parent, FragmentBox.file_size(numels, META_CAPACITY))
         partial = _partial(folder)
-        partial.mkdir(mode=0o700)
-        FragmentBox.create(partial / "fragments", numels, META_CAPACITY)
-        os.rename(partial, folder)
+        private_folder(partial)
+        try:
+            require_space(partial, FragmentBox.file_size(numels, META_CAPACITY))
+            FragmentBox.create(partial / "fragments", numels, META_CAPACITY)
+            os.rename(partial, folder)
+        except BaseException:
+            cls.remove(folder)
+            raise
         return cls(folder)
 
     @staticmethod

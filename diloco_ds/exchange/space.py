@@ -14,7 +14,10 @@ _TRIES = 100
 
 
 def private_folder(path: Path) -> None:
-    """Make `path` and what is missing above it, mode 0700; UserError if that fails or it is not ours."""
+    """Make `path` and what is missing above it, mode 0700; UserError if that fails or it is not ours.
+
+    A run that ends removes empty folders: only `path` itself can be gone afterwards, so make there what is to stay.
+    """
     top = SharedMemory("").root
     ours = [folder for folder in (*reversed(path.parents), path) if folder.is_relative_to(top)] or [path]
     base = ours[0].parent

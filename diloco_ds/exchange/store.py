@@ -94,12 +94,11 @@ class Store:
     ) -> Store:
         """A new store in `folder`, which appears when `fill` has put every fragment."""
         numels = payload_numels(layout, buffers)
-        private_folder(folder.parent)
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # of a syncer that was killed here
-        require_space(folder.parent, cls.file_size(layout, buffers))
-        partial.mkdir(mode=0o700)
+        private_folder(partial)
         try:
+            require_space(partial, cls.file_size(layout, buffers))
             box = FragmentBox.create(partial / "theta", numels, _MARK_CAPACITY)
             store = cls(partial, box, layout, buffers, run_id)
             fill(store)

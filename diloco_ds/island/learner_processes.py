@@ -69,7 +69,7 @@ class LearnerProcesses:
 
     @property
     def launcher(self) -> int | None:
-        """Process id of the `deepspeed` launcher, None if it is gone; of one taken over also before `find_ranks`."""
+        """Process id of the `deepspeed` launcher, None if it is gone; of one taken over also before `find_processes`."""
         if self._popen is not None:
             return self._popen.pid if self._popen.returncode is None else None
         return self._launcher.pid if self._launcher is not None and _alive(self._launcher) else None
@@ -86,7 +86,7 @@ class LearnerProcesses:
         ]
         return sorted(found, key=lambda process: process.pid)
 
-    def find_ranks(self, expected: int) -> bool:
+    def find_processes(self, expected: int) -> bool:
         """Look for the launcher and the ranks; True when all `expected` ranks have been found. Costs a look at every
         process of the host.
         """

@@ -142,10 +142,11 @@ class Supervisor:
         *older, learner = [LearnerProcesses(self._run_id, self._island, each) for each in running]
         for old in older:
             old.kill()
-        learner.find_ranks(self._config.island(self._island).ranks)
+        learner.find_processes(self._config.island(self._island).ranks)
         if learner.launcher is None:
             learner.kill()
             return None
+        self._log_start = self._run.log(self._island).stat().st_size  # no error before now has ended it
         self._status.incarnation = learner.incarnation
         self._change("starting", f"took over incarnation {learner.incarnation}, which was running", learner)
         return learner
@@ -191,7 +192,7 @@ class Supervisor:
             code = learner.exit_code()
             if code is not None:
                 return self._ending(learner, code)
-            if len(learner.ranks) < ranks and learner.find_ranks(ranks):
+            if len(learner.ranks) < ranks and learner.find_processes(ranks):
                 self._write_status(learner)
             if rhythm.stepping and (reason := self._broken(learner)):
                 return Ending("restarting", f"{reason}; see {self._run.log(self._island)}")

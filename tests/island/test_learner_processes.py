@@ -34,7 +34,7 @@ def start(tmp_path, incarnation=1, run_id=None):
     learner = LearnerProcesses.start(
         [sys.executable, "-c", LAUNCHER], dict(os.environ), log, run_id, "a", incarnation
     )
-    wait_for(lambda: learner.find_ranks(2))
+    wait_for(lambda: learner.find_processes(2))
     wait_for(lambda: len(learner.members()) == 5)
     return run_id, learner
 
@@ -61,7 +61,7 @@ def test_another_supervisor_finds_the_learner_by_its_mark(tmp_path):
     try:
         other = LearnerProcesses(run_id, "a", 7)
         assert other.exit_code() is None  # alive, though its ranks are not known yet
-        assert other.find_ranks(2)
+        assert other.find_processes(2)
         assert other.ranks == learner.ranks
         assert other.launcher == learner.launcher
         os.kill(learner.ranks[1], signal.SIGKILL)
@@ -75,7 +75,7 @@ def test_another_supervisor_sees_that_the_launcher_is_gone(tmp_path):
     try:
         other = LearnerProcesses(run_id, "a", 1)
         assert other.launcher is None  # nobody has looked yet
-        assert other.find_ranks(2)
+        assert other.find_processes(2)
         os.kill(other.launcher, signal.SIGKILL)
         wait_for(lambda: other.exit_code() is not None)
         assert other.launcher is None

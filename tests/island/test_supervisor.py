@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import pytest
 from tiny_run import tiny_config
@@ -17,7 +18,7 @@ from diloco_ds.core.fragments import TensorSpec, balance
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.wire import OrdersRecord
 from diloco_ds.island import supervisor, watch
-from diloco_ds.island.learner_processes import running_incarnations
+from diloco_ds.island.learner_processes import LearnerProcesses, running_incarnations
 from diloco_ds.island.watch import Restarts
 from diloco_ds.observe.metrics import read_metrics
 from diloco_ds.rundir import RunDir, SharedMemory, write_json
@@ -219,6 +220,38 @@ def test_a_learner_that_fails_while_the_run_ends_is_not_started_again(run, monke
     monkeypatch.setattr(supervisor.Supervisor, "_take_over", order_a_stop)
     code, status = supervise(run, monkeypatch, "steps(3); sys.exit(3)")
     assert (code, status["state"], status["incarnation"]) == (0, "stopped", 1)
+
+
+@pytest.mark.parametrize(
+    ("launcher_ends", "expected"),
+    [
+        ("when it was taken over", ["its launcher or a rank has ended"]),
+        ("before", []),
+    ],
+)
+def test_a_learner_of_another_supervisor_without_its_launcher_is_started_anew(
+    run, monkeypatch, launcher_ends, expected
+):
+    """Its rank would go on. What stood in the log before is no reason."""
+    status = run.status("supervisor.a")
+    run.log("a").parent.mkdir()
+    run.log("a").write_text("ValueError: of long ago\n")
+    launcher = f"""
+import os, subprocess, sys, time
+from pathlib import Path
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={{**os.environ, "RANK": "0"}})
+while {launcher_ends != "before"} and not Path({str(status)!r}).exists():
+    time.sleep(0.01)
+"""
+    first = LearnerProcesses.start(
+        [sys.executable, "-c", launcher], dict(os.environ), run.log("a"), run.run_id(), "a", 0
+    )
+    while not first.find_processes(1) or (launcher_ends == "before" and first.exit_code() is None):
+        time.sleep(0.01)
+    code, status = supervise(run, monkeypatch, 'report("drained", 3)')
+    assert (code, status["state"], status["incarnation"]) == (0, "done", 1)
+    told = [reason.partition("; see")[0] for reason in reasons(run, "learner_restarting")]
+    assert told == expected
 
 
 def test_one_island_has_one_supervisor(run):
