@@ -113,7 +113,11 @@ class LiveLink:
         assert is_filled(box.payload(fragment, version), version)
 
     def is_under_way(self, box, fragment, version):
-        return box.version(fragment) < version and box.begun(fragment)[0] == version
+        try:
+            first = box.begun(fragment)[0]
+        except RuntimeError:
+            return False  # not begun, or whole by now
+        return first == version and box.version(fragment) < version
 
     def ended(self):
         return self.mpirun.poll() is not None
