@@ -10,11 +10,18 @@ from typing import Any
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old file or the new one, never a part."""
+    """Write `text` to `path` so that a reader sees the old file or the new one, never a part.
+
+    OSError if the disk does not take it; the old file is still there then, and nothing else is left behind.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    try:
+        partial.write_text(text)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -39,16 +46,19 @@ def new_directory(wanted: Path) -> Path:
 
 
 def write_once(path: Path, text: str) -> bool:
-    """Write `text` to `path`, which must not be there yet, whole or not at all; False if it is there."""
+    """Write `text` to `path`, which must not be there yet, whole or not at all; False if it is there.
+
+    OSError if the disk does not take it; nothing is left behind.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
     try:
+        partial.write_text(text)
         os.link(partial, path)
     except FileExistsError:
         return False
     finally:
-        partial.unlink()
+        partial.unlink(missing_ok=True)
     return True
 
 

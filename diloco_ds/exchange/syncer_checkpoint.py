@@ -91,9 +91,13 @@ def mark_complete(path: Path) -> None:
     """Note that nothing is merged after the checkpoint `path`: the syncer ends. OSError if the disk does not take it."""
     state = json.loads((path / "state.json").read_text())
     partial = path / ".state.json.partial"
-    partial.unlink(missing_ok=True)
-    _write_durably(partial, json.dumps({**state, "complete": True}, indent=1) + "\n")
-    os.replace(partial, path / "state.json")
+    partial.unlink(missing_ok=True)  # of a syncer that was killed here
+    try:
+        _write_durably(partial, json.dumps({**state, "complete": True}, indent=1) + "\n")
+        os.replace(partial, path / "state.json")
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def checkpoints(directory: Path) -> list[Path]:
