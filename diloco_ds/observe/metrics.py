@@ -22,6 +22,8 @@ TORN_AFTER_LOOKS = 20
 """Looks, a millisecond apart, after which a line without an end is taken for abandoned."""
 LOOK_BACK = 2**28
 """Bytes from the end in which `last_record` looks: a look must stay cheap however long the run."""
+MOST_KEPT = 200
+"""Events that one process keeps in memory while it cannot write them."""
 
 log = logging.getLogger(__name__)
 
@@ -32,15 +34,18 @@ class MetricsFile:
     """The writing end: one record, one line, one `write(2)` on a descriptor opened with O_APPEND.
 
     Lines of several processes on one host therefore never mix; a process killed in the middle of a write costs its
-    own record only. A disk that is full or gone does not stop the
-    caller: records that could not be written are counted, and the count is written once writing works again.
+    own record only. A disk that is full or gone does not stop the caller. Events are kept and written once writing works
+    again, at most MOST_KEPT of them: what they tell of is often that very disk. Other records are counted, and their
+    number is written then.
     """
 
     def __init__(self, path: Path) -> None:
         """Opens `path`, creating it where needed. OSError if that is not possible."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.lost = 0
+        self._kept: list[bytes] = []
+        self._lost = 0  # records since writing worked last
+        self._failing = False
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def write(self, kind: Kind, /, **fields: Any) -> None:
@@ -48,13 +53,24 @@ class MetricsFile:
 
         `time` is now unless it is among `fields` (something that was seen earlier).
         """
-        self._append({"time": time.time(), "kind": kind, **fields})
+        if self._fd < 0:
+            raise ValueError(f"{self.path} is closed")
+        line = _line({"time": time.time(), "kind": kind, **fields})
+        if self._append(line):
+            return
+        if kind == "event" and len(self._kept) < MOST_KEPT:
+            self._kept.append(line)
+        else:
+            self._lost += 1
 
     def close(self) -> None:
-        """Close the descriptor; writing afterwards is an error."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the descriptor, after a last attempt at what is kept; writing afterwards is an error."""
+        if self._fd < 0:
+            return
+        if self._failing and not self._append(b""):
+            log.warning("%s: %d records are lost", self.path, self._lost + len(self._kept))
+        os.close(self._fd)
+        self._fd = -1
 
     def __enter__(self) -> MetricsFile:
         return self
@@ -62,26 +78,23 @@ class MetricsFile:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _append(self, record: Record) -> None:
-        if self._fd < 0:
-            raise ValueError(f"{self.path} is closed")
-        lines = _line(record)
-        if self.lost:
-            lines = (
-                _line({"time": time.time(), "kind": "event", "event": "metrics_lost", "records": self.lost})
-                + lines
-            )
+    def _append(self, line: bytes) -> bool:
+        """Write what is still to be told, then `line`; False if the disk does not take all of it."""
+        lines = b"".join([*self._kept, line])
+        if self._lost:
+            lost = {"time": time.time(), "kind": "event", "event": "metrics_lost", "records": self._lost}
+            lines = _line(lost) + lines
         if self._ends_torn():
             lines = b"\n" + lines
         try:
             written = os.write(self._fd, lines)
         except OSError as error:
-            self._count_as_lost(str(error))
-            return
+            return self._failed(str(error))
         if written != len(lines):
-            self._count_as_lost(f"only {written} of {len(lines)} bytes were written")
-        else:
-            self.lost = 0
+            return self._failed(f"only {written} of {len(lines)} bytes were written")
+        self._kept.clear()
+        self._lost, self._failing = 0, False
+        return True
 
     def _ends_torn(self) -> bool:
         """True if the file's last line has no end: its writer was killed in the write, or the disk was full.
@@ -95,10 +108,11 @@ class MetricsFile:
             time.sleep(0.001)
         return True
 
-    def _count_as_lost(self, why: str) -> None:
-        if self.lost == 0:
-            log.warning("%s cannot be written (%s); records are lost until it can", self.path, why)
-        self.lost += 1
+    def _failed(self, why: str) -> bool:
+        if not self._failing:
+            log.warning("%s cannot be written (%s): until it can, only events are kept", self.path, why)
+        self._failing = True
+        return False
 
 
 class MetricsFollower:

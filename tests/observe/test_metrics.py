@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco_ds.observe import metrics as metrics_module
 from diloco_ds.observe.metrics import MetricsFile, MetricsFollower, last_record, read_metrics
 
 WRITERS, RECORDS = 4, 1000
@@ -156,20 +157,23 @@ def _write_against_a_full_disk(path: Path) -> None:
         metrics.write("step", step=1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, unlimited[1]))
         metrics.write("step", step=2)  # torn after 20 bytes
+        metrics.write("event", event="warning", reason="the disk is full")
         metrics.write("step", step=3)  # nothing written
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         metrics.write("step", step=4)
 
 
-def test_a_full_disk_loses_records_but_counts_them_and_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_loses_records_but_counts_them_keeps_events_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "m"
     process = multiprocessing.get_context("fork").Process(target=_write_against_a_full_disk, args=(path,))
     process.start()
     process.join(30)
     assert process.exitcode == 0
     records = read_metrics(path)
-    assert [record.get("step") for record in records] == [1, None, 4]
+    assert [record.get("step") for record in records] == [1, None, None, 4]
     assert (records[1]["event"], records[1]["records"]) == ("metrics_lost", 2)
+    assert (records[2]["event"], records[2]["reason"]) == ("warning", "the disk is full")
+    assert records[2]["time"] <= records[1]["time"], "when it happened, not when it could be written"
 
 
 def test_last_record_is_the_newest_whole_one_of_its_kind(tmp_path: Path) -> None:
@@ -193,3 +197,20 @@ def test_writing_to_a_closed_file_is_an_error(tmp_path: Path) -> None:
     metrics.close()
     with pytest.raises(ValueError, match="closed"):
         metrics.write("step", step=1)
+
+
+def test_what_is_kept_has_a_bound_and_is_written_at_the_end_at_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_module, "MOST_KEPT", 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsFile(tmp_path / "m") as metrics:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            for number in range(5):
+                metrics.write("event", event="warning", number=number)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    lost, *kept = read_metrics(tmp_path / "m")
+    assert (lost["event"], lost["records"]) == ("metrics_lost", 3)
+    assert [event["number"] for event in kept] == [0, 1]
