@@ -17,7 +17,6 @@ from diloco_ds.core.events import (
     Drop,
     Event,
     GiveBack,
-    Grant,
     Joined,
     Keep,
     Membership,
@@ -37,6 +36,7 @@ from diloco_ds.core.syncer import Syncer
 from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.exchange.intake import Intake, Refusal
 from diloco_ds.exchange.kept_updates import KeptUpdates
+from diloco_ds.exchange.ledger_record import LedgerRecord
 from diloco_ds.exchange.members import Members
 from diloco_ds.exchange.merging import Merger
 from diloco_ds.exchange.payloads import Payloads
@@ -86,6 +86,7 @@ class LiveSyncer:
             parts.tape,
             parts.account,
         )
+        self._record = LedgerRecord(parts.core.ledger, parts.store, parts.tenure, parts.account.tell)
         self._run_id = parts.run_id
         self._payloads = Payloads(parts.layout.fragments, self._release, parts.config.exchange.merge.anchor)
         self._marks = [parts.store.mark(p) for p in range(parts.layout.fragments)]
@@ -208,18 +209,13 @@ class LiveSyncer:
             now = time.monotonic()
             actions = self._core.step(event, now)
             self._tape.append(now, event, actions)
-            if any(isinstance(action, Grant | GiveBack) for action in actions):
-                self._remember_ledger()  # an island that is told of a lease can rely on it
+            self._record.take(actions)
             self._write_orders()
             for action in actions:
                 if isinstance(action, Merge):
                     events.append(self._merge(action))
                 else:
                     self._carry_out(action, event)
-
-    def _remember_ledger(self) -> None:
-        self._tenure.check()
-        self._store.remember_ledger(self._core.ledger.state())
 
     def _carry_out(self, action: Action, event: Event) -> None:
         match action:
@@ -286,8 +282,6 @@ class LiveSyncer:
 
     def _change_phase(self, action: Phase) -> None:
         self._account.tell("phase", f"{action.phase}: {action.reason}", phase=action.phase)
-        if action.phase == "drain":
-            self._store.remember_drain(action.reason)
         if action.phase == "finished":
             self._saver.checkpoint_soon()
         if action.phase in ("finished", "stop"):
@@ -303,7 +297,7 @@ class LiveSyncer:
             if not self._core.has(name):  # it has left, and nothing of it is held any more
                 del self._orders[name], self._intakes[name]
                 continue
-            orders = self._core.orders(name)
+            orders = self._record.allowed(self._core.orders(name), written)
             if orders != written:
                 self._orders[name] = orders
                 record = OrdersRecord(self._run_id, self._tenure.generation, orders)
@@ -324,14 +318,14 @@ class LiveSyncer:
         if now >= self._next_status:
             self._next_status = now + _STATUS_EVERY_S
             self._look_at_members()
-            self._remember_ledger()
+            self._record.write()
             self._write_status(self._state())
 
     def _look_at_members(self) -> None:
         """Islands that have joined, shall leave or have left since the last look."""
         for event in self._members.changes(self._core.has):
             if isinstance(event, Joined):
-                self._intakes[event.island] = self._members.open_intake(event.island)
+                self._intakes[event.island] = self._members.intakes.pop(event.island)
                 failpoint("syncer.joining")
                 self._orders[event.island] = None
             self._take(event)
@@ -345,7 +339,7 @@ class LiveSyncer:
 
     def _end(self) -> bool:
         failpoint("syncer.ending")
-        self._remember_ledger()
+        self._record.write()
         saved = self._saver.finish()
         state = "failed" if not saved else "finished" if self._core.phase == "finished" else "stopped"
         reason = self._stop_reason if saved else "the last checkpoint could not be written"

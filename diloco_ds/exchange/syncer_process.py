@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,6 +64,7 @@ def serve(run: RunDir) -> bool:
         header = Header(manifest["run_id"], layout.digest, tenure.generation, state)
         account = Account(run, tenure.generation, config.budget.tokens, layout)
         account.tell_of_recovery(recovery)
+        intake_of = partial(open_intake, run_id=manifest["run_id"], layout=layout)
         syncer = LiveSyncer(
             Parts(
                 run=run,
@@ -73,7 +75,7 @@ def serve(run: RunDir) -> bool:
                 core=restored_core(config, layout, manifest, state),
                 merger=merger,
                 store=store,
-                members=Members(run, lambda island: open_intake(island, manifest["run_id"], layout)),
+                members=Members(run, intake_of, account.tell),
                 tape=TapeFile(run.tape, header),
                 account=account,
             )

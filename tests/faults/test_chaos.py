@@ -129,10 +129,17 @@ def test_heal_ends_what_chaos_that_was_killed_left_behind(run):
 
 
 def test_a_full_disk_stops_nothing_and_checkpoints_go_on_afterwards(run):
-    incarnations = [island.incarnation for island in run.status().islands]
+    """Shared memory is full with it: the syncer cannot record its ledger, and is the same process afterwards."""
+    before = run.status()
+    incarnations = [island.incarnation for island in before.islands]
     _, until = chaos(run, "--fault", "disk", "--seconds", "7")
     run.until_merged_again("a", "b", since=until)
+    told = run.until(lambda: run.records("event", event="ledger_recorded"), "the ledger is on record again")
+    assert told[0]["generation"] == before.syncer.generation
     after = run.status()
+    assert (after.syncer.pids, after.syncer.generation) == (before.syncer.pids, before.syncer.generation)
+    store = SharedMemory(run.run_id()).store
+    run.until(lambda: not list(store.glob(".*")), "nothing of the writes that failed is left")
     assert [island.incarnation for island in after.islands] == incarnations
     assert run.records("event", event="metrics_lost"), "a limit that loses no record proves nothing"
     newest = lambda: max(path.stat().st_mtime for path in run.dir.syncer_checkpoints.iterdir())  # noqa: E731
