@@ -76,7 +76,7 @@ def serve(run: RunDir) -> bool:
                 merger=merger,
                 store=store,
                 members=Members(run, intake_of, account.tell),
-                tape=TapeFile(run.tape, header),
+                tape=TapeFile(run.tape, header, account.tell),
                 account=account,
             )
         )

@@ -2,7 +2,7 @@
 
 A disk that is full must not stop the syncer, and a tape with a hole could not be replayed: what does not go
 out is held back, in order, and written before anything newer as soon as the disk takes it. Beyond
-`MOST_HELD_BACK` bytes the tape ends for this generation.
+`MOST_HELD_BACK` bytes, or at the end of the syncer, the tape ends for this generation, which is told.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from diloco_ds.core.events import Action, Event
@@ -25,11 +26,15 @@ log = logging.getLogger(__name__)
 
 
 class TapeFile:
-    """The writing end of the tape at `path`, for one generation of the syncer. One `write(2)` per `append`."""
+    """The writing end of the tape at `path`, for one generation of the syncer. One `write(2)` per `append`.
 
-    def __init__(self, path: Path, header: Header) -> None:
+    `tell(event, reason)` tells an event of the run: `tape_ended` where a part of the tape is lost for good.
+    """
+
+    def __init__(self, path: Path, header: Header, tell: Callable[[str, str], None]) -> None:
         """Cuts off what a killed syncer left unfinished and begins a generation. UserError if the file cannot be written."""
         self.path = path
+        self._generation, self._tell = header.generation, tell
         self._held_back = b""
         self._ended = False
         try:
@@ -52,7 +57,9 @@ class TapeFile:
     def close(self) -> None:
         """End the tape of this generation."""
         if self._held_back:
-            log.warning("%s: the last %d bytes of the tape are lost", self.path, len(self._held_back))
+            self._put(b"")
+        if self._held_back:
+            self._give_up("the syncer ends")
         os.close(self._fd)
 
     def _put(self, data: bytes) -> None:
@@ -70,15 +77,18 @@ class TapeFile:
         self._end += written
         self._held_back = data[written:]
         if len(self._held_back) > MOST_HELD_BACK:
-            self._give_up()
+            self._give_up("more is not held back")
 
-    def _give_up(self) -> None:
-        log.error(
-            "%s ends here for this generation: %d bytes could not be written", self.path, len(self._held_back)
-        )
+    def _give_up(self, why: str) -> None:
+        lost = len(self._held_back)
         self._ended, self._held_back = True, b""
         with contextlib.suppress(OSError):  # a torn last line is cut off by the next generation in any case
             os.ftruncate(self._fd, _sound_length(self._fd))
+        self._tell(
+            "tape_ended",
+            f"the tape of generation {self._generation} ends here: the disk did not take {lost} bytes, and {why}; "
+            "what follows of it cannot be replayed",
+        )
 
 
 def tells_of_a_merge(path: Path) -> bool:

@@ -244,7 +244,7 @@ def by_hand(tmp_path):
     state = tape_state([Mark(0, 0, 0, 0)] * 3, {})
     core = restored_core(run.config, run.layout, read_manifest(run.dir.root), state)
     header = tape.Header(run.run_id, run.layout.digest, 1, state)
-    file = TapeFile(run.dir.tape, header)
+    file = TapeFile(run.dir.tape, header, lambda event, reason: None)
 
     def take(event, now):
         file.append(now, event, core.step(event, now))
