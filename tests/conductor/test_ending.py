@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,3 +86,39 @@ def test_the_conductor_waits_longer_than_the_observer_for_wandb():
     from diloco_ds.observe import observer
 
     assert observer.FINISH_TIMEOUT_S < ending.OBSERVER_WITHIN_S < ending.CLEANLY_WITHIN_S < 30
+
+
+class Clock:
+    """Time that passes by sleeping alone."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("chaos", [True, False])
+def test_a_clean_end_keeps_its_promise_though_nobody_ends(monkeypatch, chaos):
+    clock = Clock()
+    monkeypatch.setattr(ending, "time", clock)
+    asked = []
+
+    def stubborn(role: str) -> SimpleNamespace:
+        return SimpleNamespace(alive=lambda: True, signal=lambda _: asked.append((role, clock.now)))
+
+    parts = Parts(
+        syncer=stubborn("syncer"),
+        links={"a": stubborn("link.a")},
+        supervisors={"a": stubborn("supervisor.a")},
+        observer=stubborn("observer"),
+        chaos=stubborn("chaos") if chaos else None,
+    )
+    ending.end_cleanly(parts, lambda: False)
+    assert clock.now == pytest.approx(ending.CLEANLY_WITHIN_S, abs=1)
+    assert clock.now < 30
+    times = dict(asked)
+    assert times["link.a"] - times["syncer"] > 20  # most of it is for the checkpoints
