@@ -29,6 +29,17 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=1, default=str) + "\n")
 
 
+def obstacle(folder: Path) -> str | None:
+    """Why the directory `folder` cannot be made, or be written in if it is there, in words; None if it can."""
+    wanted = folder.absolute()
+    there = next(path for path in (wanted, *wanted.parents) if os.path.lexists(path))
+    if not os.path.isdir(there):
+        return f"{there} is no directory"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} cannot be written to"
+    return None
+
+
 def new_directory(wanted: Path) -> Path:
     """`wanted`, or the first of wanted-2, wanted-3, ... that does not exist, made; its parent must be there.
 

@@ -13,7 +13,7 @@ from diloco_ds.errors import UserError
 from diloco_ds.exchange.link_launch import clean_environment, find_mpirun
 from diloco_ds.island.deepspeed_settings import ask_deepspeed, check_deepspeed, expert_parallel_size
 from diloco_ds.island.launch import devices_of
-from diloco_ds.rundir import RunDir
+from diloco_ds.rundir import RunDir, obstacle
 
 if TYPE_CHECKING:  # torch comes with them
     from transformers import PreTrainedModel
@@ -123,6 +123,8 @@ def check_run_dir(run_dir: Path) -> None:
         raise UserError(
             f"--run-dir: {run_dir} is not empty; name another directory" + (resume if holds_run else "")
         )
+    if why := obstacle(run_dir):
+        raise UserError(f"--run-dir: {run_dir} cannot be made: {why}; name another directory")
 
 
 def check_wandb(config: RunConfig) -> None:

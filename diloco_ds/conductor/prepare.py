@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from diloco_ds.conductor import preflight
 from diloco_ds.config import RunConfig
 from diloco_ds.config_file import save_config
 from diloco_ds.errors import UserError
-from diloco_ds.rundir import RunDir, new_directory, write_atomically
+from diloco_ds.rundir import RunDir, new_directory, obstacle, write_atomically
 
 RUNS = Path("runs")
 
@@ -28,6 +28,8 @@ def new_run(
     base_dir = Path.cwd()  # paths in a resolved configuration are absolute
     if run_dir is not None:
         preflight.check_run_dir(run_dir)
+    elif why := obstacle(RUNS):
+        raise UserError(f"{RUNS}: {why}; choose another place with --run-dir")
     for warning in preflight.check_host(config, islands=islands):
         console.print(f"warning: {warning}", highlight=False, style="yellow")
     preflight.check_wandb(config)
@@ -74,34 +76,71 @@ def _make(
 
 @contextmanager
 def _claimed(run_dir: Path | None, name: str) -> Iterator[RunDir]:
-    """A directory that is this run's alone; removed again if the block does not end well."""
-    root = _claim_named(run_dir) if run_dir is not None else _claim_free(name)
-    try:
+    """A directory that is this run's alone. If the block does not end well, what was made is removed again, and no more:
+    an empty directory that was there stays.
+    """
+    with ExitStack() as undo:
+        root = _named(run_dir, undo) if run_dir is not None else _free(name, undo)
+        claim = _claim(root, undo)
+        undo.callback(_empty, root, claim)
         yield RunDir(root.resolve())
-    except BaseException:
-        shutil.rmtree(root)
-        if run_dir is None:
-            with suppress(OSError):  # other runs are in it
-                RUNS.rmdir()
-        raise
+        claim.rmdir()
+        undo.pop_all()
 
 
-def _claim_named(run_dir: Path) -> Path:
-    if run_dir.is_dir():  # empty, as was checked: mkdir below is what claims it
-        run_dir.rmdir()
+def _named(run_dir: Path, undo: ExitStack) -> Path:
     try:
-        run_dir.mkdir(parents=True)
+        _make_missing(run_dir, undo)
     except OSError as error:
         raise UserError(f"--run-dir: {run_dir} cannot be made: {error.strerror}") from error
     return run_dir
 
 
-def _claim_free(name: str) -> Path:
+def _free(name: str, undo: ExitStack) -> Path:
     """runs/NAME, or the first of NAME-2, NAME-3, ... that does not exist."""
     try:
-        RUNS.mkdir(exist_ok=True)
-        return new_directory(RUNS / name)
+        _make_missing(RUNS, undo)
+        root = new_directory(RUNS / name)
     except OSError as error:
         raise UserError(
             f"{RUNS}/{name} cannot be made: {error.strerror}; choose another place with --run-dir"
         ) from error
+    undo.callback(_remove, root)
+    return root
+
+
+def _make_missing(folder: Path, undo: ExitStack) -> None:
+    """Make `folder` and what is missing above it. OSError."""
+    for path in reversed([folder, *folder.parents]):
+        if not path.is_dir():
+            with suppress(FileExistsError):  # another run has made it meanwhile, and removes it if it must
+                path.mkdir()
+                undo.callback(_remove, path)
+
+
+def _claim(root: Path, undo: ExitStack) -> Path:
+    """Make what says that `root` is being filled. UserError if another run fills it, or has."""
+    claim = root / ".claimed"
+    try:
+        claim.mkdir()
+    except FileExistsError:
+        raise UserError(f"{root} is being filled by another run; name another with --run-dir") from None
+    except OSError as error:
+        raise UserError(f"{root} cannot be written to: {error.strerror}") from error
+    undo.callback(claim.rmdir)
+    if any(path != claim for path in root.iterdir()):
+        raise UserError(f"{root} was taken by another run just now; name another with --run-dir")
+    return claim
+
+
+def _empty(root: Path, claim: Path) -> None:
+    for path in root.iterdir():
+        if path.is_dir() and path != claim:
+            shutil.rmtree(path)
+        elif path != claim:
+            path.unlink()
+
+
+def _remove(folder: Path) -> None:
+    with suppress(OSError):  # somebody else has put something into it, or has removed it
+        folder.rmdir()

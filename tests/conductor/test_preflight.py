@@ -81,6 +81,8 @@ def test_a_run_directory_must_be_new_or_empty(tmp_path):
     (used / "manifest.json").write_text("{}")
     assert f"diloco-ds train --resume {used}" in refusal(preflight.check_run_dir, used)
     assert "is a file" in refusal(preflight.check_run_dir, used / "notes.txt")
+    below = refusal(preflight.check_run_dir, used / "notes.txt" / "runs" / "big")
+    assert below.endswith(f"{used / 'notes.txt'} is no directory; name another directory")
 
 
 def test_shared_memory_must_hold_the_store_and_every_mailbox(config, monkeypatch):

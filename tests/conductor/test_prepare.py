@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -18,7 +20,9 @@ def test_names_are_counted_up_and_nobody_gets_the_same(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "big").mkdir(parents=True)
     claimed = []
-    threads = [threading.Thread(target=lambda: claimed.append(prepare._claim_free("big"))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: claimed.append(prepare._free("big", ExitStack()))) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -26,17 +30,51 @@ def test_names_are_counted_up_and_nobody_gets_the_same(tmp_path, monkeypatch):
     assert sorted(path.name for path in claimed) == sorted(f"big-{number}" for number in range(2, 10))
 
 
-def test_what_fails_while_the_directory_is_filled_leaves_none(tmp_path, monkeypatch):
+@pytest.mark.parametrize("run_dir", [None, Path("runs"), Path("new"), Path("there/new"), Path("a/b/c")])
+@pytest.mark.parametrize("before", [[], ["runs"], ["there"], ["new", "a/b/c"], ["a"]])
+def test_what_fails_while_the_directory_is_filled_leaves_all_as_it_was(
+    tmp_path, monkeypatch, run_dir, before
+):
     monkeypatch.chdir(tmp_path)
+    for name in before:
+        Path(name).mkdir(parents=True)
+    was = sorted(tmp_path.rglob("*"))
 
     def fill_half() -> None:
-        with prepare._claimed(None, "big") as run:
+        with prepare._claimed(run_dir, "big") as run:
             (run.root / "half").write_text("written")
+            (run.root / "init" / "deep").mkdir(parents=True)
             raise UserError("no")
 
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=r"^no$"):
         fill_half()
-    assert not list(tmp_path.iterdir())
+    assert sorted(tmp_path.rglob("*")) == was
+
+
+def test_what_others_put_beside_it_meanwhile_stays(tmp_path):
+
+    def fill_half() -> None:
+        with prepare._claimed(tmp_path / "a" / "b", "big"):
+            (tmp_path / "a" / "notes.txt").write_text("mine")
+            raise UserError("no")
+
+    with pytest.raises(UserError, match=r"^no$"):
+        fill_half()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["notes.txt"]
+
+
+def test_of_two_that_want_the_same_empty_directory_one_gets_it(tmp_path):
+    with prepare._claimed(tmp_path, "big") as run:
+        with (
+            pytest.raises(UserError, match="is being filled by another run"),
+            prepare._claimed(tmp_path, "big"),
+        ):
+            pass
+        (run.root / "manifest.json").write_text("{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    with pytest.raises(UserError, match="was taken by another run"), prepare._claimed(tmp_path, "big"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
 @pytest.mark.slow
