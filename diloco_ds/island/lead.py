@@ -21,7 +21,7 @@ from diloco_ds.island.boundary import NOTHING, Adopt, Decision, Then
 from diloco_ds.island.giving import Giver, Giving
 
 WAIT_S = 0.02
-"""Between two looks at the orders while there is nothing to train on yet."""
+"""Between two looks at what another process writes, while there is nothing to train on."""
 FIRST_LEASE_WITHIN_S = 10.0
 """A syncer that lives answers a report within a second."""
 
@@ -146,8 +146,8 @@ class Lead:
     def decide(self, stop: bool, answer: bool) -> tuple[Decision, Callable[[], None]]:
         """The decision at this boundary, and what to call when it has been carried out by all ranks.
 
-        `stop`: somebody asked this learner to stop; `save`: it is time for a checkpoint; `answer`: the
-        weights are worth sending.
+        `stop`: somebody asked this learner to stop; `answer`: the weights are worth sending. Whether it saves is not
+        decided here.
         """
         orders = self.read_orders()
         versions = [self._inbox.version(fragment) for fragment in range(len(self._inbox.numels))]

@@ -29,7 +29,7 @@ from diloco_ds.island.checkpoints import IslandCheckpoints
 from diloco_ds.island.completion import Completion, RankBoard
 from diloco_ds.island.engine import Engine
 from diloco_ds.island.heartbeat import heartbeat
-from diloco_ds.island.lead import Lead
+from diloco_ds.island.lead import WAIT_S, Lead
 from diloco_ds.island.pace import PacedBatches
 from diloco_ds.island.rank_zero import RankZero, StepTimes
 from diloco_ds.island.routing import Routing, RoutingBoard
@@ -40,8 +40,6 @@ from diloco_ds.island.timing import Laps
 
 LONGEST_SAVE_S = 600.0
 """A save that takes longer is no longer spoken for: the supervisor then counts its silence."""
-WAIT_S = 0.02
-"""Between two looks at a slot of the outbox that is still being read, when there is nothing left to train."""
 
 
 class Stop:

@@ -26,8 +26,8 @@ _STATE_STYLES = {
     **dict.fromkeys(("preparing", "starting", "waiting"), "cyan"),
     **dict.fromkeys(("draining", "drained", "finished", "done"), "bold blue"),
     **dict.fromkeys(("restarting", "absent", "stopping"), "yellow"),
-    **dict.fromkeys(("dead", "failed", "given_up"), "bold red"),
-    **dict.fromkeys(("stopped", "left"), "dim"),
+    **dict.fromkeys(("dead", "failed"), "bold red"),
+    "stopped": "dim",
 }
 _RED = {"died", "failed", "fault", "dead", "error", "lost", "given", "hung", "killed"}
 _YELLOW = {"restart", "restarting", "warning", "drop", "dropped", "skip", "stop", "absent"}

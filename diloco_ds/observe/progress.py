@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -65,13 +64,6 @@ class ProgressView:
         if self._status is None:
             return Text("waiting for the run to begin", style="dim")
         return picture(self._status, list(self._events), self._trends, width, height)
-
-    def export_svg(self, path: Path, width: int = 100) -> None:
-        """Write the picture as it stands to `path` as an SVG."""
-        console = Console(record=True, width=width, height=40, force_terminal=True, file=io.StringIO())
-        console.print(self.render(width, console.height))
-        title = f"diloco-ds status --watch {self._status.run_dir}" if self._status else "diloco-ds"
-        console.save_svg(str(path), title=title)
 
     def _note_losses(self, status: Status) -> None:
         for island in status.islands:

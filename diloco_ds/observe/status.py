@@ -30,10 +30,6 @@ ENDED: tuple[RunState, ...] = ("stopped", "finished", "failed", "dead")
 
 _STATE_WORDS: dict[str, RunState] = {
     "starting": "preparing",
-    "run": "running",
-    "drain": "draining",
-    "drained": "draining",
-    "stop": "stopping",
     **{
         word: word
         for word in ("preparing", "running", "draining", "stopping", "stopped", "finished", "failed")
@@ -44,7 +40,7 @@ _STATE_WORDS: dict[str, RunState] = {
 _STILL_AT_WORK: dict[str, RunState] = {"finished": "draining", "stopped": "stopping", "failed": "running"}
 """The run's state while the conductor closes what its syncer has ended: evaluation, export; checkpoints; a restart."""
 
-_ISLAND_ENDED = ("done", "stopped", "finished", "drained", "failed", "given_up", "left")
+_ISLAND_ENDED = ("done", "stopped", "failed")
 
 
 class _Part(BaseModel):

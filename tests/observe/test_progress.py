@@ -35,7 +35,14 @@ def status(tmp_path: Path) -> Status:
     islands = {"a": {**A, "merged": 30, "missed": 10}, "b": {**A, "alive": False, "merged": 3, "missed": 1}}
     write_status(run, "conductor", state="running")
     write_status(
-        run, "syncer", state="run", generation=1, global_step=41, tokens=600_000, merges=38, islands=islands
+        run,
+        "syncer",
+        state="running",
+        generation=1,
+        global_step=41,
+        tokens=600_000,
+        merges=38,
+        islands=islands,
     )
     write_status(run, "supervisor.a", state="running", pids={"ranks": [os.getpid()]})
     write_status(run, "supervisor.b", state="restarting")
@@ -120,15 +127,6 @@ def test_watch_ends_with_the_run(tmp_path: Path) -> None:
     out = io.StringIO()
     assert watch(run.root, Console(file=out, width=80)).state == "finished"
     assert "b learner restarting: rank 0 <killed>" in out.getvalue()
-
-
-def test_the_picture_as_svg(status: Status, tmp_path: Path) -> None:
-    view = ProgressView(terminal())
-    view.update(status)
-    view.export_svg(tmp_path / "run.svg")
-    svg = (tmp_path / "run.svg").read_text()
-    assert svg.startswith("<svg")
-    assert "restarting" in svg
 
 
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.floats(0, 100)), max_size=600))

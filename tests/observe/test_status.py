@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,8 +13,8 @@ import pytest
 from recorded_run import GONE, new_run, record_training, write_status
 
 from diloco_ds.errors import UserError
-from diloco_ds.observe.status import read_status
-from diloco_ds.observe.status_files import is_alive
+from diloco_ds.observe.status import IslandPids, IslandStatus, Status, SyncerStatus, read_status
+from diloco_ds.observe.status_files import LedgerFile, is_alive
 from diloco_ds.rundir import RunDir
 
 LEARNING = {
@@ -46,7 +47,7 @@ def training_run(tmp_path: Path, rank: int) -> RunDir:
     write_status(
         run,
         "syncer",
-        state="run",
+        state="running",
         generation=3,
         global_step=41,
         tokens=60_000,
@@ -127,16 +128,16 @@ def test_a_process_id_given_to_somebody_else_is_not_believed(process: subprocess
         (None, None, "dead"),
         ({"state": "preparing"}, None, "preparing"),
         ({}, None, "preparing"),
-        ({"state": "running"}, {"state": "run"}, "running"),
-        ({"state": "running"}, {"state": "drain"}, "draining"),
-        ({"state": "running"}, {"state": "run", "pid": GONE}, "running"),
+        ({"state": "running"}, {"state": "running"}, "running"),
+        ({"state": "running"}, {"state": "draining"}, "draining"),
+        ({"state": "running"}, {"state": "running", "pid": GONE}, "running"),
         ({"state": "running"}, {"state": "finished"}, "draining"),
         ({"state": "running"}, {"state": "finished", "pid": GONE, "started": 2e10}, "draining"),
         ({"state": "finished"}, {"state": "finished", "pid": GONE}, "finished"),
-        ({"state": "stopping"}, {"state": "run"}, "stopping"),
-        ({"pid": GONE, "state": "running"}, {"state": "run"}, "running"),
-        ({"pid": GONE, "state": "running"}, {"state": "run", "pid": GONE}, "dead"),
-        ({"pid": GONE, "state": "stopped"}, {"state": "stop", "pid": GONE}, "stopped"),
+        ({"state": "stopping"}, {"state": "running"}, "stopping"),
+        ({"pid": GONE, "state": "running"}, {"state": "running"}, "running"),
+        ({"pid": GONE, "state": "running"}, {"state": "running", "pid": GONE}, "dead"),
+        ({"pid": GONE, "state": "stopped"}, {"state": "stopping", "pid": GONE}, "stopped"),
         ({"pid": GONE, "state": "finished"}, {"state": "finished", "pid": GONE}, "finished"),
         ({"pid": GONE, "state": "failed"}, None, "failed"),
         ({"state": "preparing"}, {"state": "finished", "pid": GONE, "started": 5.0}, "preparing"),
@@ -156,7 +157,7 @@ def test_islands_that_train_on_without_conductor_and_syncer(
 ) -> None:
     run = training_run(tmp_path, process.pid)
     write_status(run, "conductor", pid=GONE)
-    write_status(run, "syncer", pid=GONE, state="run")
+    write_status(run, "syncer", pid=GONE, state="running")
     status = read_status(run.root)
     assert status.state == "running"
     assert status.reason is not None
@@ -194,3 +195,19 @@ def test_the_newest_evaluation_is_shown(tmp_path: Path) -> None:
 def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run directory"):
         read_status(tmp_path)
+
+
+def test_the_documentation_names_every_field_and_no_other() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
+    table = page.partition("All numbers of `--json`:")[2].partition("\n\nOnly living")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
+    documented = {name: meaning for names, meaning in rows for name in _quoted(names)}
+    assert set(documented) == set(Status.model_fields)
+    assert _quoted(documented["syncer"]) == set(SyncerStatus.model_fields)
+    assert _quoted(documented["ledger"]) == set(LedgerFile.model_fields)
+    assert _quoted(documented["islands"]) == {*IslandStatus.model_fields, *IslandPids.model_fields}
+
+
+def _quoted(text: str) -> set[str]:
+    """Words between backticks."""
+    return {word for quoted in re.findall(r"`([^`]*)`", text) for word in re.findall(r"\w+", quoted)}
