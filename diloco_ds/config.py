@@ -254,10 +254,10 @@ class Exchange(Block):
     quorum: Positive = Field(
         1, description="K: learners that must be ready before a round opens, and answer before it merges."
     )
-    grace: Grace = Grace()
-    merge: Merge = Merge()
-    outer: OuterOptimizer = OuterOptimizer()
-    adoption: Adoption = Adoption()
+    grace: Grace = Field(Grace(), description="How long a round waits for more than K answers.")
+    merge: Merge = Field(Merge(), description="How the answers of a round become one.")
+    outer: OuterOptimizer = Field(OuterOptimizer(), description="What the syncer makes of a merged answer.")
+    adoption: Adoption = Field(Adoption(), description="What a learner does with a new global fragment.")
 
     @model_validator(mode="after")
     def _fits(self) -> Exchange:
@@ -336,7 +336,7 @@ class Wandb(Block):
 class Observe(Block):
     """Logs and views."""
 
-    wandb: Wandb = Wandb()
+    wandb: Wandb = Field(Wandb(), description="What Weights & Biases gets.")
 
 
 class RunConfig(Block):
@@ -346,19 +346,19 @@ class RunConfig(Block):
     seed: int = Field(
         0, ge=0, lt=2**31, description="Seed of initial weights, data order and every random choice."
     )
-    budget: Budget
-    model: Model
-    tokenizer: Tokenizer
-    data: Data
+    budget: Budget = Field(description="When the run is finished, in tokens.")
+    model: Model = Field(description="The model, the same for all islands.")
+    tokenizer: Tokenizer = Field(description="The tokenizer, the same for all islands.")
+    data: Data = Field(description="The text, divided among the islands block by block.")
     islands: list[Island] = Field(min_length=1, description="The learners.")
     deepspeed: dict[str, Any] = Field(
         description="DeepSpeed config of every island (an island's own `deepspeed` is merged over it)."
     )
-    exchange: Exchange = Exchange()
-    trainer: Trainer = Trainer()
-    syncer: Syncer = Syncer()
-    evaluation: Evaluation = Evaluation()
-    observe: Observe = Observe()
+    exchange: Exchange = Field(Exchange(), description="How the islands' work is merged.")
+    trainer: Trainer = Field(Trainer(), description="The inner step of every island.")
+    syncer: Syncer = Field(Syncer(), description="The process that merges.")
+    evaluation: Evaluation = Field(Evaluation(), description="What is measured on the global weights.")
+    observe: Observe = Field(Observe(), description="What is logged where.")
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

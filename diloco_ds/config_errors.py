@@ -11,7 +11,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from diloco_ds.config import Block, RunConfig
+from diloco_ds.config import Block, Island, RunConfig
 
 KeyPath = tuple[str | int, ...]
 
@@ -24,22 +24,33 @@ def explain(
     """The most telling of the errors, in one line: where, key path, what is wrong, what would be right.
 
     `lines`: the place, FILE:LINE, of every key of the run file `path`; `overridden`: keys set on the command line.
-    An unknown key comes first: it is often why another one is missing.
     """
-    found = error.errors(include_url=False)
-    first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
-    key = tuple(first["loc"])
+    key = tuple(_first(error)["loc"])
     if any(key[: len(set_path)] == set_path for set_path in overridden):
         where = COMMAND_LINE
     else:
         known = next((key[:end] for end in range(len(key), 0, -1) if key[:end] in lines), None)
         where = lines[known] if known else str(path)
-    return ": ".join(part for part in (where, dotted(_own_keys(key)), _what(first)) if part)
+    return f"{where}: {in_words(error, RunConfig)}"
 
 
-def _own_keys(key: KeyPath) -> KeyPath:
+def in_words(error: ValidationError, root: type[Block]) -> str:
+    """The most telling of the errors of a block `root`, in one line: key path, what is wrong, what would be right."""
+    first = _first(error)
+    return ": ".join(
+        part for part in (dotted(_own_keys(tuple(first["loc"]), root)), _what(first, root)) if part
+    )
+
+
+def _first(error: ValidationError) -> ErrorDetails:
+    """The most telling: an unknown key is often why another one is missing."""
+    found = error.errors(include_url=False)
+    return next((each for each in found if each["type"] == "extra_forbidden"), found[0])
+
+
+def _own_keys(key: KeyPath, root: type[Block]) -> KeyPath:
     """`key` without what pydantic adds for the branches of a union, such as 'list[str]'."""
-    block: type[Block] | None = RunConfig
+    block: type[Block] | None = root
     for end, part in enumerate(key):
         if isinstance(part, int):
             continue
@@ -60,13 +71,13 @@ _WANTED = {
 }
 
 
-def _what(error: ErrorDetails) -> str:
+def _what(error: ErrorDetails, root: type[Block]) -> str:
     """What is wrong, and what would be right."""
     kind, key, given = error["type"], tuple(error["loc"]), error["input"]
     if kind == "extra_forbidden":
-        return f"unknown key; {_instead(key)}"
+        return f"unknown key; {_instead(key, root)}"
     if kind == "missing":
-        block = _block_at(key[:-1])
+        block = _block_at(key[:-1], root)
         description = block.model_fields[str(key[-1])].description if block else None
         return "is missing" + (f": {description}" if description else "")
     if kind == "value_error":
@@ -74,6 +85,7 @@ def _what(error: ErrorDetails) -> str:
     wanted = next((text for prefix, text in _WANTED.items() if kind.startswith(prefix)), None)
     if wanted is None:
         message = re.sub(r"^(Input|String|List) should ", "must ", error["msg"])
+        message = re.sub(r" after validation, not \d+$", "", message)
         wanted = message.replace("must match pattern '^[a-z0-9][a-z0-9_-]{0,31}$'", _NAME_RULE)
     return f"{wanted}, not {shown(given)}"
 
@@ -87,16 +99,22 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _instead(key: KeyPath) -> str:
+def _instead(key: KeyPath, root: type[Block]) -> str:
     """What may have been meant by the unknown last part of `key`."""
-    unknown, block = str(key[-1]), _block_at(key[:-1])
+    unknown, block = str(key[-1]), _block_at(key[:-1], root)
     here = list(block.model_fields) if block else []
     if near := difflib.get_close_matches(unknown, here, n=1):
         return f"did you mean '{near[0]}'?"
-    everywhere = list(_all_keys(RunConfig, ""))
-    near = difflib.get_close_matches(unknown, [each.rpartition(".")[2] for each in everywhere], n=1)
+    if block is Island and unknown in RunConfig.model_fields:
+        return f"all islands share the run's {unknown}; an island's keys are {', '.join(here)}"
+    everywhere = list(_all_keys(root, ""))
+    near = difflib.get_close_matches(
+        unknown, [each.rpartition(".")[2] for each in everywhere], n=1, cutoff=0.75
+    )
     if near:
-        return f"did you mean {' or '.join(each for each in everywhere if each.endswith('.' + near[0]))}?"
+        return (
+            f"did you mean {' or '.join(each for each in everywhere if f'.{each}'.endswith(f'.{near[0]}'))}?"
+        )
     return f"the keys here are {', '.join(here)}"
 
 
@@ -108,9 +126,9 @@ def _all_keys(block: type[Block], prefix: str) -> Iterator[str]:
             yield from _all_keys(inner, f"{prefix}{name}.")
 
 
-def _block_at(key: KeyPath) -> type[Block] | None:
-    """The class of the block at `key`; None where there is none."""
-    block: type[Block] | None = RunConfig
+def _block_at(key: KeyPath, root: type[Block]) -> type[Block] | None:
+    """The class of the block at `key` below `root`; None where there is none."""
+    block: type[Block] | None = root
     for part in key:
         if block is None:
             return None

@@ -26,7 +26,7 @@ from diloco_ds.rundir import RunDir, write_atomically, write_once
 class Joining(Block):
     """An island that joined a live run."""
 
-    island: Island
+    island: Island = Field(description="Its settings, as an entry of `islands` in a run file.")
     number: int = Field(ge=0, description="How many joined before it.")
 
 

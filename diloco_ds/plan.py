@@ -127,12 +127,10 @@ class Plan:
 
 
 def make_plan(config: RunConfig, base_dir: Path, *, step_s: float = 1.0, chips: int | None = None) -> Plan:
-    """The plan of `config`. step_s: seconds an inner step is expected to take. chips: for the expected goodput.
+    """The plan of `config`. step_s: seconds an inner step is expected to take, above 0. chips: for the expected goodput.
 
     UserError for a configuration that could not run.
     """
-    if not step_s > 0:
-        raise UserError(f"--step-s must be above 0, not {step_s:g}")
     layout = planned_layout(config, base_dir)
     parameters = _parameters(config, base_dir)
     islands = {island.name: _island(config, island, parameters.total, layout) for island in config.islands}

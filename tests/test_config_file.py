@@ -6,8 +6,11 @@ import pytest
 import yaml
 from tiny_run import tiny_run, tiny_run_file
 
+from diloco_ds.chaos.schedule import Fault, Schedule
+from diloco_ds.config import Block, RunConfig
 from diloco_ds.config_file import load_config, save_config
 from diloco_ds.errors import UserError
+from diloco_ds.membership import Joining
 
 
 @pytest.fixture
@@ -68,6 +71,24 @@ def test_overrides_reach_every_depth_and_are_yaml_values(run_file):
             "islands.1.name=B 2",
             "islands.1.name: must be 1 to 32 small letters, digits, - and _, the first a letter or digit, not 'B 2'",
         ),
+        (
+            "islands.b.model={overrides: {vocab_size: 500}}",
+            "islands.1.model: unknown key; all islands share the run's model; an island's keys are name, ranks, "
+            "deepspeed, master_port, threads_per_rank, env, link_args",
+        ),
+        (
+            "islands.b.tokenizer={train_vocab: 500}",
+            "islands.1.tokenizer: unknown key; all islands share the run's tokenizer; an island's keys are name, ranks, "
+            "deepspeed, master_port, threads_per_rank, env, link_args",
+        ),
+        (
+            "islands.b.vocab_size=500",
+            "islands.1.vocab_size: unknown key; the keys here are name, ranks, deepspeed, master_port, "
+            "threads_per_rank, env, link_args",
+        ),
+        ("modle={checkpoint: x}", "modle: unknown key; did you mean 'model'?"),
+        ("exchange.tokenizer=3", "exchange.tokenizer: unknown key; did you mean tokenizer?"),
+        ("data.sources=[]", "data.sources: must have at least 1 item, not []"),
         ("islands.c.ranks=2", "islands: has no item 'c'; there are a, b"),
         ("islands.2.ranks=2", "islands: has no item 2; they are numbered 0 to 1"),
         ("name.first=x", "name: is the value 'tiny' and has no 'first' in it"),
@@ -201,3 +222,15 @@ def test_the_run_files_of_launch_are_valid(name):
     config = load_config(launch / f"{name}.yaml")
     assert Path(config.model.config_file).is_file()
     assert all(Path(directory).is_dir() for directory in config.evaluation.task_dirs)
+
+
+def blocks(above: type[Block] = Block) -> list[type[Block]]:
+    """All classes of blocks of settings."""
+    return [each for block in above.__subclasses__() for each in (block, *blocks(block))]
+
+
+def test_every_setting_says_what_it_is():
+    assert {RunConfig, Schedule, Fault, Joining} <= set(blocks())
+    fields = [(block, name, field) for block in blocks() for name, field in block.model_fields.items()]
+    silent = [f"{block.__name__}.{name}" for block, name, field in fields if not field.description]
+    assert silent == []

@@ -125,7 +125,9 @@ def test_the_command_line(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["exchange.quorum=3"], "must not exceed the number of islands"),
-        (["--step-s", "0"], "--step-s must be above 0"),
+        (["--step-s", "0"], "--step-s: must be a number above 0, not '0'"),
+        (["--step-s", "inf"], "--step-s: must be a number above 0, not 'inf'"),
+        (["--chips", "-1"], "--chips: must be a whole number of 1 or more, not '-1'"),
         (["--chips", "1"], "1 chips cannot make 2 learners"),
         (["budget.tokens=10"], "is less than one step"),
         (["deepspeed.scheduler={type: WarmupLR}"], "trainer.scheduler"),

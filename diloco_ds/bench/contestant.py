@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from diloco_ds.bench.kept_log import kept_log
 from diloco_ds.errors import UserError
 from diloco_ds.island.learner_processes import LearnerProcesses
 from diloco_ds.observe.metrics import MetricsFollower, Record
@@ -94,7 +95,6 @@ class Contestant:
             time.sleep(POLL_S)
 
     def _how_it_failed(self) -> str:
-        code, log = self._learner.exit_code(), self._run.log(self.name)
+        code = self._learner.exit_code()
         how = f"made no step in {LONGEST_WAIT_S:.0f} s" if code is None else f"ended with exit code {code}"
-        lines = log.read_text(errors="replace").strip().splitlines()[-15:] if log.exists() else []
-        return "\n  ".join([f"{how}; its last lines:", *lines])
+        return f"{how}; {kept_log(self._run.log(self.name))}"

@@ -61,10 +61,8 @@ def bench_island(
     """Let the loops train by turns: `turns` of `steps` whole steps each, as island `island` (default: the first)
     of the run `given` would.
 
-    Leaves nothing behind. UserError for what cannot be measured, and where a loop fails.
+    Leaves nothing behind but the log of a loop that failed. UserError for what cannot be measured, and where a loop fails.
     """
-    if turns < 1 or steps < 1:
-        raise UserError("bench island: --turns and --steps must be positive")
     like = _island(given, island)
     PlainSettings.of(given.deepspeed_of(like.name), like.ranks)
     devices = devices_of(given, like.name, clean_environment(os.environ))

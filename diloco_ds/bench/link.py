@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from diloco_ds.bench.kept_log import kept_log
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.exchange.link_launch import link_command
@@ -43,11 +44,10 @@ class LinkSpeed:
 
 
 def bench_link(sizes_mb: Sequence[int], repeats: int) -> list[LinkSpeed]:
-    """Measure a link on this host; leaves nothing behind. UserError if there is no mpirun or too little
-    memory.
+    """Measure a link on this host, sizes and repeats at least 1; leaves nothing behind but the log of a link that failed.
+
+    UserError if there is no mpirun or too little memory, and where the link fails.
     """
-    if min(sizes_mb, default=0) < 1 or repeats < 1:
-        raise UserError("bench link: --mb and --repeats must be positive")
     with _LiveLink(tuple(250_000 * size for size in sizes_mb)) as link:
         return [
             LinkSpeed(
@@ -134,8 +134,7 @@ class _LiveLink:
         deadline = time.monotonic() + _LONGEST_WAIT_S
         while not condition():
             if self._mpirun is None or self._mpirun.poll() is not None or time.monotonic() > deadline:
-                log = (self._run.root / "link.log").read_text(errors="replace")
-                raise UserError(f"bench link: the link failed:\n{log}")
+                raise UserError(f"bench link: the link failed; {kept_log(self._run.root / 'link.log')}")
             time.sleep(1e-4)
 
     def _clear(self) -> None:

@@ -24,6 +24,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from diloco_ds.config import Block
+from diloco_ds.config_errors import in_words
 from diloco_ds.errors import UserError
 
 RANDOM = "random"
@@ -122,8 +123,8 @@ class Fault(Block):
 class Schedule(Block):
     """Faults in the order of their time, and the seed for whatever is left to chance in them."""
 
-    seed: int = Field(0, ge=0)
-    faults: list[Fault] = Field([])
+    seed: int = Field(0, ge=0, description="Seed of what is left to chance: targets, and kinds of garbage.")
+    faults: list[Fault] = Field([], description="What happens, in any order.")
 
     @field_validator("faults")
     @classmethod
@@ -149,7 +150,7 @@ def load_schedule(path: Path, islands: Mapping[str, int]) -> Schedule:
     try:
         schedule = Schedule.model_validate(tree)
     except ValidationError as error:
-        raise UserError(f"{path}: {one_line(error)}") from None
+        raise UserError(f"{path}: {in_words(error, Schedule)}") from None
     for fault in schedule.faults:
         check_fault(fault, islands, f"{path}: {fault.fault} at {fault.at_s:g} s")
     return schedule
@@ -168,17 +169,6 @@ def check_kind(name: str, where: str) -> str:
     if name not in KINDS:
         raise UserError(f"{where}: no fault '{name}'; {_nearest(name, KINDS)}")
     return name
-
-
-def one_line(error: ValidationError) -> str:
-    """The first thing that is wrong: where and what."""
-    first = error.errors()[0]
-    where = ".".join(str(key) for key in first["loc"])
-    what = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        known = Fault.model_fields if "." in where else Schedule.model_fields
-        what = f"no such key; there are {', '.join(known)}"
-    return f"{where}: {what}" if where else what
 
 
 def generate(

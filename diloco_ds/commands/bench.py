@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from diloco_ds.arguments import add_part, whole
+
 SUBCOMMANDS = True
 
 EXAMPLES = """\
@@ -34,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _part(parts: Any, name: str, measure: Any, text: str) -> argparse.ArgumentParser:
-    part: argparse.ArgumentParser = parts.add_parser(name, help=text, description=text)
+    part = add_part(parts, "bench", name, text, EXAMPLES)
     part.set_defaults(measure=measure)
     part.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     return part
@@ -48,28 +50,28 @@ def _add_island(parts: Any) -> None:
         "overrides", nargs="*", metavar="key=value", help="settings that replace those of the file"
     )
     part.add_argument("--island", metavar="NAME", help="which island of the run (default: the first)")
-    part.add_argument("--turns", type=int, default=6, metavar="N", help="turns of each loop (6)")
-    part.add_argument("--steps", type=int, default=20, metavar="N", help="whole steps of a turn (20)")
+    part.add_argument("--turns", type=whole(1), default=6, metavar="N", help="turns of each loop (6)")
+    part.add_argument("--steps", type=whole(1), default=20, metavar="N", help="whole steps of a turn (20)")
 
 
 def _add_link(parts: Any) -> None:
     text = "A fragment's way from mailbox to mailbox over a link on this host, beside a copy in memory."
     part = _part(parts, "link", _link, text)
     part.add_argument(
-        "--mb", type=int, nargs="+", default=(1, 16, 64, 256), help="fragment sizes in MB (1 16 64 256)"
+        "--mb", type=whole(1), nargs="+", default=(1, 16, 64, 256), help="fragment sizes in MB (1 16 64 256)"
     )
-    part.add_argument("--repeats", type=int, default=7, help="transfers for each size and direction (7)")
+    part.add_argument("--repeats", type=whole(1), default=7, help="transfers for each size and direction (7)")
 
 
 def _add_loss(parts: Any) -> None:
     text = "Peak memory and time of the loss over a large vocabulary, with and without chunks."
     part = _part(parts, "loss", _loss, text)
-    part.add_argument("--vocab", type=int, default=262_144, metavar="N", help="vocabulary (262144)")
-    part.add_argument("--width", type=int, default=512, metavar="N", help="of the hidden states (512)")
-    part.add_argument("--tokens", type=int, default=2048, metavar="N", help="in a micro batch (2048)")
+    part.add_argument("--vocab", type=whole(1), default=262_144, metavar="N", help="vocabulary (262144)")
+    part.add_argument("--width", type=whole(1), default=512, metavar="N", help="of the hidden states (512)")
+    part.add_argument("--tokens", type=whole(1), default=2048, metavar="N", help="in a micro batch (2048)")
     part.add_argument(
         "--chunks",
-        type=int,
+        type=whole(1),
         nargs="+",
         default=(128, 512, 2048),
         metavar="N",
@@ -81,7 +83,7 @@ def _add_loss(parts: Any) -> None:
         default="bf16",
         help="of hidden states and embedding (bf16); without hardware for it, bf16 is slow on a CPU",
     )
-    part.add_argument("--repeats", type=int, default=3, metavar="N", help="passes of each (3)")
+    part.add_argument("--repeats", type=whole(1), default=3, metavar="N", help="passes of each (3)")
 
 
 def _island(arguments: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco_ds.arguments import number, whole
 from diloco_ds.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,8 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fault", metavar="KIND", help="kill, hang, slow, cut, heal, link, lose, syncer, disk, garbage"
     )
     one.add_argument("--target", help="whom it hits (default: random)")
-    one.add_argument("--seconds", type=float, metavar="S", help="how long it lasts")
-    one.add_argument("--factor", type=float, metavar="F", help="slow: how many times slower (default 4)")
+    one.add_argument("--seconds", type=number(above=0), metavar="S", help="how long it lasts")
+    one.add_argument(
+        "--factor", type=number(above=1), metavar="F", help="slow: how many times slower (default 4)"
+    )
     one.add_argument("--what", help="garbage: malformed, not_finite, outlying, replayed, wrong_run")
     many = parser.add_argument_group("many")
     many.add_argument("--schedule", type=Path, metavar="S.yaml", help="faults from a file (docs/faults.md)")
@@ -46,9 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N|KIND=N",
         help="draw them: N per hour in all, or of one kind (may be given again)",
     )
-    many.add_argument("--minutes", type=float, default=10.0, help="draw them for so long (default 10)")
+    many.add_argument(
+        "--minutes",
+        type=number(above=0),
+        default=10.0,
+        metavar="N",
+        help="draw them for so long (default 10)",
+    )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="for everything left to chance (default 0)"
+        "--seed", type=whole(0), default=0, metavar="N", help="for everything left to chance (default 0)"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the schedule as YAML, inject nothing")
     parser.add_argument("--json", action="store_true", help="a JSON object a line for each fault")
@@ -76,8 +85,6 @@ def _schedule(arguments: argparse.Namespace, islands: dict[str, int]) -> Schedul
     ways = [name for name in ("fault", "schedule", "rate") if getattr(arguments, name) is not None]
     if len(ways) != 1:
         raise UserError("chaos: give one of --fault KIND, --schedule S.yaml and --rate N")
-    if arguments.seed < 0 or arguments.minutes <= 0:
-        raise UserError("chaos: --seed must not be negative, --minutes must be positive")
     if ways == ["schedule"]:
         return load_schedule(arguments.schedule, islands)
     if ways == ["rate"]:
@@ -88,7 +95,8 @@ def _schedule(arguments: argparse.Namespace, islands: dict[str, int]) -> Schedul
 def _one(arguments: argparse.Namespace, islands: dict[str, int]) -> Schedule:
     from pydantic import ValidationError
 
-    from diloco_ds.chaos.schedule import Fault, Schedule, check_fault, one_line
+    from diloco_ds.chaos.schedule import Fault, Schedule, check_fault
+    from diloco_ds.config_errors import in_words
 
     names = ("fault", "target", "seconds", "factor", "what")
     given: dict[str, Any] = {
@@ -97,7 +105,7 @@ def _one(arguments: argparse.Namespace, islands: dict[str, int]) -> Schedule:
     try:
         fault = Fault.model_validate(given)
     except ValidationError as error:
-        raise UserError(f"chaos: --{one_line(error)}") from None
+        raise UserError(f"chaos: --{in_words(error, Fault)}") from None
     check_fault(fault, islands, f"chaos: --fault {fault.fault}")
     return Schedule(seed=arguments.seed, faults=[fault])
 

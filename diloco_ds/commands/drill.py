@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from diloco_ds.arguments import add_part, folder, number, whole
+
 SUBCOMMANDS = True
 
 EXAMPLES = """\
@@ -30,9 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     storm = _part(
         parts, "storm", _storm, "a seeded storm of faults, beside the same run without; 1 if a goal is missed"
     )
-    storm.add_argument("--minutes", type=float, default=20.0, help="how long faults come (default 20)")
-    storm.add_argument("--rate", type=float, default=125.0, metavar="N", help="faults per hour (default 125)")
-    storm.add_argument("--seed", type=int, default=0, metavar="N", help="of the storm (default 0)")
+    storm.add_argument(
+        "--minutes", type=number(above=0), default=20.0, metavar="N", help="how long faults come (default 20)"
+    )
+    storm.add_argument(
+        "--rate", type=number(above=0), default=125.0, metavar="N", help="faults per hour (default 125)"
+    )
+    storm.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of the storm (default 0)")
     storm.add_argument(
         "--without-calm",
         action="store_true",
@@ -42,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parts, "speeds", _speeds, "of two islands one is throttled: three ways to wait for it, or not"
     )
     speeds.add_argument(
-        "--factor", type=float, default=4.0, metavar="F", help="how many times slower (default 4)"
+        "--factor", type=number(above=1), default=4.0, metavar="F", help="how many times slower (default 4)"
     )
     _part(
         parts,
@@ -63,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _part(
     parts: Any, name: str, drill: Callable[[argparse.Namespace], int], text: str
 ) -> argparse.ArgumentParser:
-    part: argparse.ArgumentParser = parts.add_parser(name, help=text, description=text)
+    part = add_part(parts, "drill", name, text, EXAMPLES)
     part.set_defaults(drill=drill)
     part.add_argument(
         "run_file", type=Path, metavar="RUN.yaml", help=f"the run: launch/{name}.yaml, or one like it"
@@ -73,7 +79,7 @@ def _part(
     )
     out = f"runs/{name}"
     part.add_argument(
-        "--out", type=Path, default=out, metavar="DIR", help=f"directory of the runs ({out}, {out}-2, ...)"
+        "--out", type=folder, default=out, metavar="DIR", help=f"directory of the runs ({out}, {out}-2, ...)"
     )
     part.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     return part
@@ -82,10 +88,7 @@ def _part(
 def _storm(arguments: argparse.Namespace) -> int:
     from diloco_ds.drill.conduct import weather_storm
     from diloco_ds.drill.tables import storm_table
-    from diloco_ds.errors import UserError
 
-    if arguments.minutes <= 0 or arguments.rate <= 0 or arguments.seed < 0:
-        raise UserError("drill storm: --minutes and --rate must be positive, --seed must not be negative")
     result = weather_storm(
         arguments.run_file,
         arguments.overrides,
@@ -103,10 +106,7 @@ def _storm(arguments: argparse.Namespace) -> int:
 def _speeds(arguments: argparse.Namespace) -> int:
     from diloco_ds.drill.conduct import mix_speeds
     from diloco_ds.drill.tables import speeds_table
-    from diloco_ds.errors import UserError
 
-    if arguments.factor <= 1:
-        raise UserError("drill speeds: --factor must be above 1")
     result = mix_speeds(
         arguments.run_file, arguments.overrides, arguments.out, factor=arguments.factor, say=_say
     )

@@ -10,6 +10,8 @@ import contextlib
 import json
 import sys
 
+from diloco_ds.arguments import whole
+
 EXAMPLES = """\
   diloco-ds eval runs/quickstart
   diloco-ds eval runs/quickstart --tasks arc_easy,hellaswag --limit 200
@@ -24,10 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--task-dir", action="append", metavar="DIR", help="directory with task YAMLs (may be given again)"
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="examples per task")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="sequences at a time")
-    parser.add_argument("--heldout-tokens", type=int, metavar="N", help="most held-out tokens to measure on")
-    parser.add_argument("--device", help="torch device; by default the GPU if there is one")
+    parser.add_argument("--limit", type=whole(1), metavar="N", help="examples per task")
+    parser.add_argument("--batch-size", type=whole(1), metavar="N", help="sequences at a time")
+    parser.add_argument(
+        "--heldout-tokens", type=whole(1), metavar="N", help="most held-out tokens to measure on"
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU if there is one")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
 
 

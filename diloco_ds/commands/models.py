@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from diloco_ds.arguments import whole
+
 EXAMPLES = """\
   diloco-ds models
   diloco-ds models gemma4-moe-a2.8b mine.yaml
@@ -24,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--vocab",
-        type=int,
+        type=whole(1),
         default=4096,
         metavar="N",
         help="vocabulary of models that leave it to the tokenizer (4096)",
@@ -39,12 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from diloco_ds.errors import UserError
     from diloco_ds.model.sizes import model_sizes
     from diloco_ds.observe.units import count
 
-    if arguments.vocab < 1:
-        raise UserError("models: --vocab must be positive")
     sizes = model_sizes(arguments.names, arguments.vocab)
     if arguments.json:
         print(json.dumps({"models": [asdict(size) for size in sizes]}))

@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco_ds.arguments import number, whole
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -27,9 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="key=value", help="settings that replace those of the file"
     )
     parser.add_argument(
-        "--step-s", type=float, default=1.0, help="expected seconds of an inner step, for the bandwidth (1)"
+        "--step-s",
+        type=number(above=0),
+        default=1.0,
+        metavar="S",
+        help="expected seconds of an inner step, for the bandwidth (1)",
     )
-    parser.add_argument("--chips", type=int, metavar="N", help="expected goodput on N chips that fail")
+    parser.add_argument("--chips", type=whole(1), metavar="N", help="expected goodput on N chips that fail")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
 
 
@@ -56,8 +62,8 @@ def _run_table(value: dict[str, Any]) -> Table:
     from diloco_ds.observe.units import count
 
     table = Table(title="The run", title_justify="left", show_header=False)
-    for name, number in value["parameters"].items():
-        table.add_row(f"parameters, {name}", count(number))
+    for name, size in value["parameters"].items():
+        table.add_row(f"parameters, {name}", count(size))
     fragments, wire, syncer = value["fragments"], value["wire"], value["syncer"]
     sizes = fragments["numels"]
     table.add_row("fragments, period", f"{fragments['count']}, {fragments['period']} steps")

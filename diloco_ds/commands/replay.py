@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diloco_ds.arguments import whole
+
 if TYPE_CHECKING:
     from diloco_ds.replay.verdict import Verdict
 
@@ -25,21 +27,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
     parser.add_argument(
-        "--explain", type=int, metavar="STEP", help="who was in the merge of this global step, and who not"
+        "--explain",
+        type=whole(1),
+        metavar="STEP",
+        help="who was in the merge of this global step, and who not",
     )
     parser.add_argument("--json", action="store_true", help="as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay the tape and say what came of it."""
-    from diloco_ds.errors import UserError
     from diloco_ds.replay.verdict import explain, replay
     from diloco_ds.rundir import RunDir
 
     run_dir = RunDir(arguments.run_dir)
     if arguments.explain is not None:
-        if arguments.explain < 1:
-            raise UserError(f"--explain: steps are counted from 1, not {arguments.explain}")
         lines = explain(run_dir, arguments.explain)
         print(json.dumps({"step": arguments.explain, "lines": lines}) if arguments.json else "\n".join(lines))
         return 0

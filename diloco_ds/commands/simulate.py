@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from diloco_ds.arguments import add_part, folder, number, share, whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,8 +28,11 @@ SUBCOMMANDS = True
 EXAMPLES = """\
   diloco-ds simulate goodput --chips 2400000 --learners 16 --mtbi-days 365
   diloco-ds simulate table1
+  diloco-ds simulate scavenge --learners 8 --extra 0.5 1
   diloco-ds simulate hetero --slowest 0.3 --out studies
-  diloco-ds simulate train --learners 4 --text README.md --json"""
+  diloco-ds simulate bandwidth --parameters 7e9 --step-s 2
+  diloco-ds simulate train --learners 4 --text README.md --json
+  diloco-ds simulate study --text README.md --groups merge quorum --seeds 1"""
 
 _WEATHER = {
     "mtbi_days": "mean days between two interruptions of one chip (default 365; inf: never)",
@@ -63,24 +69,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _part(parts: Any, name: str, simulate: Any, text: str, out: str | None) -> argparse.ArgumentParser:
-    part: argparse.ArgumentParser = parts.add_parser(name, help=text, description=text)
+    part = add_part(parts, "simulate", name, text, EXAMPLES)
     part.set_defaults(simulate=simulate)
     part.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     where = "by default only shown" if out is None else f"default {out}"
     part.add_argument(
-        "--out", type=Path, default=out, metavar="DIR", help=f"write {name}.json and a plot here ({where})"
+        "--out", type=folder, default=out, metavar="DIR", help=f"write {name}.json and a plot here ({where})"
     )
-    part.add_argument("--seed", type=int, default=0, help="seed of every random number (0)")
+    part.add_argument("--seed", type=whole(0), default=0, metavar="N", help="seed of every random number (0)")
     return part
 
 
 def _add_exchange(part: argparse.ArgumentParser) -> None:
-    part.add_argument("--fragments", type=int, default=24, metavar="P", help="fragments (24)")
-    part.add_argument("--period", type=int, default=24, metavar="H", help="steps between two syncs (24)")
-    part.add_argument("--overlap", type=int, default=2, metavar="TAU", help="rounds in flight (2)")
-    part.add_argument("--quorum", type=int, default=1, metavar="K", help="learners a round needs (1)")
+    part.add_argument("--fragments", type=whole(1), default=24, metavar="P", help="fragments (24)")
+    part.add_argument("--period", type=whole(1), default=24, metavar="H", help="steps between two syncs (24)")
+    part.add_argument("--overlap", type=whole(0), default=2, metavar="TAU", help="rounds in flight (2)")
+    part.add_argument("--quorum", type=whole(1), default=1, metavar="K", help="learners a round needs (1)")
     part.add_argument(
-        "--grace", type=float, default=0.8, metavar="GAMMA", help="grace safety, 0 = none (0.8)"
+        "--grace", type=share, default=0.8, metavar="GAMMA", help="grace safety, 0 = none (0.8)"
     )
     part.add_argument("--late", choices=("merge_next", "drop"), default="merge_next", help="late answers")
 
@@ -88,22 +94,37 @@ def _add_exchange(part: argparse.ArgumentParser) -> None:
 def _add_weather(part: argparse.ArgumentParser) -> None:
     group = part.add_argument_group("chips")
     for name, text in _WEATHER.items():
-        kind = int if name == "slice_chips" else float
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
+        group.add_argument(f"--{name.replace('_', '-')}", type=_weather_kind(name), metavar="N", help=text)
+
+
+def _weather_kind(name: str) -> Callable[[str], float]:
+    if name == "slice_chips":
+        return whole(1)
+    is_pause = name in ("shrink_s", "grow_s", "grow_window_s", "restart_s")
+    return number(least=0) if is_pause else number(above=0, infinite=name == "mtbi_days")
 
 
 def _add_goodput(parts: Any) -> None:
     text = "Goodput, uptime and lost time of one system, and its data-parallel baselines."
     part = _part(parts, "goodput", _goodput, text, None)
-    part.add_argument("--chips", type=int, default=2_400_000, help="chips of all learners together (2400000)")
-    part.add_argument("--learners", type=int, default=16, metavar="M", help="learners (16)")
-    part.add_argument("--hours", type=float, default=24.0, help="simulated hours (24)")
-    part.add_argument("--step-s", type=float, default=5.0, help="seconds of an inner step (5)")
-    part.add_argument("--step-variance", type=float, default=0.0, help="relative deviation of a step (0)")
-    part.add_argument("--slowest", type=float, default=0.0, help="how far the slowest is behind, 0..1 (0)")
-    part.add_argument("--latency-s", type=float, default=0.05, help="of a message between learner and syncer")
-    part.add_argument("--gbit", type=float, default=float("inf"), help="Gbit/s of a learner each way (inf)")
-    part.add_argument("--parameters", type=int, default=24_000, help="of the model, matters with --gbit")
+    part.add_argument(
+        "--chips", type=whole(1), default=2_400_000, help="chips of all learners together (2400000)"
+    )
+    part.add_argument("--learners", type=whole(1), default=16, metavar="M", help="learners (16)")
+    part.add_argument("--hours", type=number(above=0), default=24.0, help="simulated hours (24)")
+    part.add_argument("--step-s", type=number(above=0), default=5.0, help="seconds of an inner step (5)")
+    part.add_argument("--step-variance", type=share, default=0.0, help="relative deviation of a step (0)")
+    part.add_argument("--slowest", type=share, default=0.0, help="how far the slowest is behind, 0..1 (0)")
+    part.add_argument(
+        "--latency-s", type=number(least=0), default=0.05, help="of a message between learner and syncer"
+    )
+    part.add_argument(
+        "--gbit",
+        type=number(above=0, infinite=True),
+        default=float("inf"),
+        help="Gbit/s of a learner each way (inf)",
+    )
+    part.add_argument("--parameters", type=whole(1), default=24_000, help="of the model, matters with --gbit")
     _add_exchange(part)
     _add_weather(part)
 
@@ -117,36 +138,51 @@ def _add_table1(parts: Any) -> None:
 def _add_scavenge(parts: Any) -> None:
     text = "Extra learners for half of the FLOPs: how much sooner the run ends."
     part = _part(parts, "scavenge", _scavenge, text, "simulations")
-    part.add_argument("--learners", type=int, default=4, metavar="M", help="learners from the start (4)")
-    part.add_argument("--steps", type=int, default=2_000, help="inner steps of each without help (2000)")
+    part.add_argument("--learners", type=whole(1), default=4, metavar="M", help="learners from the start (4)")
+    part.add_argument("--steps", type=whole(1), default=2_000, help="inner steps of each without help (2000)")
     part.add_argument(
-        "--extra", type=float, nargs="+", metavar="X", help="shares of extra learners (0.25 0.5 1 3)"
+        "--extra",
+        type=number(least=0),
+        nargs="+",
+        metavar="X",
+        help="shares of extra learners (0.25 0.5 1 3)",
     )
-    part.add_argument("--step-variance", type=float, default=0.0, help="relative deviation of a step (0)")
+    part.add_argument("--step-variance", type=share, default=0.0, help="relative deviation of a step (0)")
     _add_exchange(part)
 
 
 def _add_hetero(parts: Any) -> None:
     text = "Mixed hardware: goodput with a quorum of all, and of one with and without grace."
     part = _part(parts, "hetero", _hetero, text, "simulations")
-    part.add_argument("--learners", type=int, default=8, metavar="M", help="learners (8)")
-    part.add_argument("--slowest", type=float, default=0.18, help="how far the slowest is behind (0.18)")
-    part.add_argument("--step-variance", type=float, default=0.1, help="relative deviation of a step (0.1)")
-    part.add_argument("--hours", type=float, default=6.0, help="simulated hours (6)")
-    part.add_argument("--step-s", type=float, default=5.0, help="seconds of an inner step (5)")
+    part.add_argument("--learners", type=whole(1), default=8, metavar="M", help="learners (8)")
+    part.add_argument("--slowest", type=share, default=0.18, help="how far the slowest is behind (0.18)")
+    part.add_argument("--step-variance", type=share, default=0.1, help="relative deviation of a step (0.1)")
+    part.add_argument("--hours", type=number(above=0), default=6.0, help="simulated hours (6)")
+    part.add_argument("--step-s", type=number(above=0), default=5.0, help="seconds of an inner step (5)")
     _add_exchange(part)
 
 
 def _add_bandwidth(parts: Any) -> None:
     text = "Compute utilisation over Gbit/s, step time and fragments, for the family of methods."
     part = _part(parts, "bandwidth", _bandwidth, text, "simulations")
-    part.add_argument("--parameters", type=float, default=5e9, metavar="N", help="of the model (5e9)")
-    part.add_argument("--bits", type=float, default=16.0, help="of a value on the wire (16)")
-    part.add_argument("--step-s", type=float, default=1.0, help="seconds of an inner step (1)")
-    part.add_argument("--gbit", type=float, default=1.7, help="Gbit/s for the other two sweeps (1.7)")
-    part.add_argument("--learners", type=int, default=8, metavar="M", help="learners (8)")
-    part.add_argument("--diloco-period", type=int, default=500, metavar="H", help="period of DiLoCo (500)")
-    part.add_argument("--target", type=float, default=0.95, help="utilisation for the needed Gbit/s (0.95)")
+    part.add_argument(
+        "--parameters", type=number(least=1), default=5e9, metavar="N", help="of the model (5e9)"
+    )
+    part.add_argument("--bits", type=number(above=0), default=16.0, help="of a value on the wire (16)")
+    part.add_argument("--step-s", type=number(above=0), default=1.0, help="seconds of an inner step (1)")
+    part.add_argument(
+        "--gbit", type=number(above=0), default=1.7, help="Gbit/s for the other two sweeps (1.7)"
+    )
+    part.add_argument("--learners", type=whole(1), default=8, metavar="M", help="learners (8)")
+    part.add_argument(
+        "--diloco-period", type=whole(1), default=500, metavar="H", help="period of DiLoCo (500)"
+    )
+    part.add_argument(
+        "--target",
+        type=number(above=0, below=1),
+        default=0.95,
+        help="utilisation for the needed Gbit/s (0.95)",
+    )
     _add_exchange(part)
 
 
@@ -165,14 +201,16 @@ def _add_train(parts: Any) -> None:
     text = "Real tiny models with true gradients, all learners in this process: held-out loss."
     part = _part(parts, "train", _train, text, None)
     _add_text(part)
-    part.add_argument("--experts", type=int, default=0, metavar="E", help="experts a layer, 0 = dense (0)")
+    part.add_argument(
+        "--experts", type=whole(0), default=0, metavar="E", help="experts a layer, 0 = dense (0)"
+    )
     part.add_argument(
         "--weights", choices=("tokens", "uniform", "expert_tokens"), default="tokens", help="of the learners"
     )
-    part.add_argument("--learners", type=int, default=4, metavar="M", help="learners (4)")
-    part.add_argument("--steps", type=int, default=100, help="inner steps of each learner's share (100)")
-    part.add_argument("--slowest", type=float, default=0.0, help="how far the slowest is behind, 0..1 (0)")
-    part.add_argument("--step-variance", type=float, default=0.0, help="relative deviation of a step (0)")
+    part.add_argument("--learners", type=whole(1), default=4, metavar="M", help="learners (4)")
+    part.add_argument("--steps", type=whole(1), default=100, help="inner steps of each learner's share (100)")
+    part.add_argument("--slowest", type=share, default=0.0, help="how far the slowest is behind, 0..1 (0)")
+    part.add_argument("--step-variance", type=share, default=0.0, help="relative deviation of a step (0)")
     part.add_argument("--matrices", choices=("rda", "mean"), default="rda", help="merge of the matrices")
     part.add_argument("--anchor", choices=("base", "global"), default="global", help="of late answers")
     part.add_argument("--adoption", choices=("overwrite", "mix", "rebase"), default="overwrite")
@@ -187,8 +225,8 @@ def _add_study(parts: Any) -> None:
     )
     part = _part(parts, "study", _study, text, "simulations")
     _add_text(part)
-    part.add_argument("--steps", type=int, default=240, help="inner steps of each learner's share (240)")
-    part.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds from --seed on (3)")
+    part.add_argument("--steps", type=whole(1), default=240, help="inner steps of each learner's share (240)")
+    part.add_argument("--seeds", type=whole(1), default=3, metavar="N", help="seeds from --seed on (3)")
     part.add_argument("--groups", nargs="+", metavar="GROUP", help="only these groups of cases (all)")
 
 
@@ -199,6 +237,7 @@ def _exchange_of(arguments: argparse.Namespace, **merge: str) -> Exchange:
     from pydantic import ValidationError
 
     from diloco_ds.config import Exchange
+    from diloco_ds.config_errors import in_words
     from diloco_ds.errors import UserError
 
     names = ("fragments", "period", "overlap", "quorum")
@@ -209,9 +248,7 @@ def _exchange_of(arguments: argparse.Namespace, **merge: str) -> Exchange:
     try:
         return Exchange.model_validate(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{where + ': ' if where else ''}{first['msg']}, not {first['input']}") from error
+        raise UserError(f"simulate {arguments.part}: {in_words(error, Exchange)}") from None
 
 
 def _weather_of(arguments: argparse.Namespace) -> Weather:

@@ -17,6 +17,7 @@ from diloco_ds.conductor import preflight
 from diloco_ds.conductor.part import Part
 from diloco_ds.conductor.parts import Parts
 from diloco_ds.config import Island, RunConfig
+from diloco_ds.config_errors import COMMAND_LINE, in_words
 from diloco_ds.config_file import settings_tree
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.failpoint import failpoint
@@ -119,14 +120,13 @@ def _island(settings: Sequence[str]) -> Island:
     for key in tree:
         if key not in Island.model_fields:
             raise UserError(
-                f"{key}: an island that joins has the run's model, data and exchange; "
+                f"{COMMAND_LINE}: {key}: an island that joins has the run's model, data and exchange; "
                 f"of its own are {', '.join(Island.model_fields)}"
             )
     try:
         return Island.model_validate(tree)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{'.'.join(str(key) for key in first['loc'])}: {first['msg']}") from None
+        raise UserError(f"{COMMAND_LINE}: {in_words(error, Island)}") from None
 
 
 def _check_name(run: RunDir, config: RunConfig, name: str) -> None:

@@ -103,8 +103,10 @@ def evaluate_model(
     """`diloco-ds eval`: evaluate the newest global weights of a run directory, or a Hugging Face model.
 
     What is not given is taken from the run's configuration (of a model: the defaults, and no held-out text).
-    UserError for a directory that is neither, for a run without weights yet, and for a model with no tasks.
+    UserError for a directory that is neither, for a run without weights yet, for a model with no tasks, and for a device
+    that this host has not.
     """
+    where = device_named(device) if device is not None else default_device()
     run = RunDir(Path(target))
     is_run = run.manifest.is_file()
     settings = load_config(run.config).evaluation if is_run else Settings()
@@ -123,7 +125,7 @@ def evaluate_model(
     find_tasks(chosen, [Path(directory) for directory in settings.task_dirs])
     model, tokenizer = _run_model(run) if is_run else (_hf_model(target), target)
     prepared = prepared_of(run) if is_run else None
-    return evaluate(model, tokenizer, prepared, settings, tasks=chosen, device=device or default_device())
+    return evaluate(model, tokenizer, prepared, settings, tasks=chosen, device=where)
 
 
 def table(evaluation: Evaluation, title: str) -> Table:
@@ -152,6 +154,15 @@ def prepared_of(run: RunDir) -> Prepared:
 def default_device() -> torch.device:
     """The GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def device_named(name: str) -> torch.device:
+    """The device `name`: cpu, cuda or cuda:N. UserError if this host has no such device."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{index}" for index in range(gpus))]
+    if name not in known:
+        raise UserError(f"--device: there is no '{name}' on this host; there is {', '.join(known)}")
+    return torch.device(name)
 
 
 def _run_model(run: RunDir) -> tuple[PreTrainedModel, Path]:

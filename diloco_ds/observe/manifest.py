@@ -89,7 +89,10 @@ def read_manifest(run_dir: Path) -> dict[str, Any]:
     path = RunDir(run_dir).manifest
     if not path.is_file():
         raise UserError(f"{run_dir} is no run directory: it holds no manifest.json")
-    manifest: dict[str, Any] = json.loads(path.read_text())
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: no JSON ({error})") from None
     return manifest
 
 

@@ -153,7 +153,7 @@ def test_any_two_of_the_batch_sizes_give_the_third(given, expected):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--turns", "0"], "--turns and --steps must be positive"),
+        (["--turns", "0"], "--turns: must be a whole number of 1 or more, not '0'"),
         (["--island", "c"], "the run has no island 'c'; it has a, b"),
         (["deepspeed.optimizer.type=Adagrad"], "compared with AdamW alone"),
         (

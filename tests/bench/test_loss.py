@@ -20,6 +20,6 @@ def test_chunks_save_the_logits_of_all_tokens(capsys):
 
 def test_sizes_that_make_no_sense_or_do_not_fit_are_refused(capsys):
     assert main(["bench", "loss", "--tokens", "0"]) == 2
-    assert "all sizes must be positive" in capsys.readouterr().err
+    assert "--tokens: must be a whole number of 1 or more, not '0'" in capsys.readouterr().err
     assert main(["bench", "loss", "--tokens", str(10**9)]) == 2
     assert "take fewer --tokens" in capsys.readouterr().err

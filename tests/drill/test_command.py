@@ -28,7 +28,9 @@ def handlers():
             [],
             "a storm needs a pace that does not depend on the machine: set trainer.least_step_s",
         ),
-        ("storm", 2, ["--minutes", "0"], "--minutes and --rate must be positive"),
+        ("storm", 2, ["--minutes", "0"], "--minutes: must be a number above 0, not '0'"),
+        ("storm", 2, ["--rate", "nan"], "--rate: must be a number above 0, not 'nan'"),
+        ("storm", 2, ["--seed", "-1"], "--seed: must be a whole number of 0 or more, not '-1'"),
         ("storm", 2, ["trainer.least_step_s=-1"], "trainer.least_step_s"),
         (
             "storm",
@@ -37,7 +39,7 @@ def handlers():
             "no fault in 0.001 minutes at 125 per hour",
         ),
         ("speeds", 3, [], "mixed speeds are for two islands"),
-        ("speeds", 2, ["--factor", "1"], "--factor must be above 1"),
+        ("speeds", 2, ["--factor", "1"], "--factor: must be a number above 1, not '1'"),
         ("scavenge", 2, [], "scavenging begins with one island"),
     ],
 )

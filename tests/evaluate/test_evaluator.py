@@ -155,6 +155,17 @@ def test_what_cannot_be_evaluated_is_one_line(run, tmp_path):
         evaluate_model(str(run.root), tasks=[])
 
 
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "meta", "cpu:x"])
+def test_a_device_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert main(["eval", str(tmp_path), "--device", device]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.endswith(
+        f"--device: there is no '{device}' on this host; there is cpu, cuda, cuda:0, cuda:1"
+    )
+
+
 def test_an_evaluation_in_half_precision_is_close(run):
     from diloco_ds.evaluate.evaluation import prepared_of
 

@@ -123,22 +123,31 @@ def test_the_command_line(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--learners", "0"], "learners (M) must be at least 1, not 0"),
+        (["--learners", "0"], "--learners: must be a whole number of 1 or more, not '0'"),
         (
             ["--learners", "2", "--quorum", "3"],
             "quorum (K = 3) must not exceed the number of learners (M = 2)",
         ),
-        (["--mtbi-days", "-1"], "mtbi_days must be above 0"),
-        (["--shrink-s", "-1"], "shrink_s must not be negative"),
-        (["--hours", "0"], "hours must be above 0"),
+        (["--mtbi-days", "-1"], "--mtbi-days: must be a number above 0 (or inf), not '-1'"),
+        (["--shrink-s", "-1"], "--shrink-s: must be a number of 0 or more, not '-1'"),
+        (["--hours", "0"], "--hours: must be a number above 0, not '0'"),
         (["--chips", "3"], "3 chips cannot make 16 learners"),
-        (["--step-s", "-2"], "a step takes more than 0 s"),
-        (["--gbit", "-1"], "bandwidth > 0"),
-        (["--fragments", "30"], "fragments (30) must not exceed period (24)"),
-        (["--chips", "many"], "invalid int value"),
+        (["--step-s", "-2"], "--step-s: must be a number above 0, not '-2'"),
+        (["--gbit", "-1"], "--gbit: must be a number above 0 (or inf), not '-1'"),
+        (["--slowest", "1"], "--slowest: must be a number of 0 or more and below 1, not '1'"),
+        (["--hours", "nan"], "--hours: must be a number above 0, not 'nan'"),
+        (["--hours", "inf"], "--hours: must be a number above 0, not 'inf'"),
+        (["--seed", "-1"], "--seed: must be a whole number of 0 or more, not '-1'"),
+        (["--quorum", "0"], "--quorum: must be a whole number of 1 or more, not '0'"),
+        (["--overlap", "24"], "simulate goodput: overlap (24) must be less than period (24)"),
+        (["--fragments", "30"], "simulate goodput: fragments (30) must not exceed period (24)"),
+        (["--chips", "many"], "--chips: must be a whole number of 1 or more, not 'many'"),
+        (["--out", "file/out"], "--out: file/out cannot be written: "),
     ],
 )
-def test_bad_input_is_one_line(capsys, arguments, message):
+def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     assert main(["simulate", "goodput", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -153,5 +162,6 @@ def test_an_unknown_part_is_one_line(capsys):
 
 
 def test_a_system_is_checked_where_it_is_made():
-    with pytest.raises(UserError, match="slowest"):
-        System(slowest=1.0)
+    for wrong in ({"slowest": 1.0}, {"hours": 0}, {"learners": 0}, {"step_s": -2.0}):
+        with pytest.raises(UserError, match=r"at least|above|more than"):
+            simulate(System(**wrong))

@@ -93,12 +93,14 @@ def test_each_prints_a_table_and_writes_json_and_a_plot(part, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["scavenge", "--learners", "0"], "learners (M) must be at least 1"),
+        (["scavenge", "--learners", "0"], "--learners: must be a whole number of 1 or more"),
         (["scavenge", "--quorum", "9"], "quorum (K = 9) must not exceed the number of learners (M = 4)"),
-        (["hetero", "--learners", "0"], "learners (M) must be at least 1"),
-        (["hetero", "--step-variance", "-0.1"], "variance is a share"),
-        (["bandwidth", "--gbit", "-1"], "gbit must be above 0"),
-        (["bandwidth", "--target", "1"], "target utilisation"),
+        (["hetero", "--learners", "0"], "--learners: must be a whole number of 1 or more"),
+        (["hetero", "--step-variance", "-0.1"], "--step-variance: must be a number of 0 or more and below 1"),
+        (["bandwidth", "--gbit", "-1"], "--gbit: must be a number above 0"),
+        (["bandwidth", "--target", "1"], "--target: must be a number above 0 and below 1, not '1'"),
+        (["bandwidth", "--parameters", "0.5"], "--parameters: must be a number of 1 or more, not '0.5'"),
+        (["scavenge", "--extra", "-1"], "--extra: must be a number of 0 or more, not '-1'"),
     ],
 )
 def test_bad_input_is_one_line(capsys, arguments, message):

@@ -222,13 +222,13 @@ def test_losses_are_compared_at_equal_trained_tokens():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--learners", "0"], "learners (M) must be at least 1"),
+        (["train", "--learners", "0"], "--learners: must be a whole number of 1 or more"),
         (["train", "--learners", "3"], "a batch of 16 examples cannot be shared by 3 learners"),
         (["train", "--learners", "2", "--quorum", "3"], "quorum (K = 3) must not exceed"),
         (["train", "--experts", "1"], "experts must be 0 (a dense model), or 2 to 64, not 1"),
         (["train", "--weights", "expert_tokens"], "a dense model has no experts"),
         (["study", "--groups", "nonsense"], "no group 'nonsense'"),
-        (["study", "--seeds", "0"], "at least one seed"),
+        (["study", "--seeds", "0"], "--seeds: must be a whole number of 1 or more"),
     ],
 )
 def test_bad_input_is_one_line(words, tmp_path, capsys, arguments, message):
