@@ -1,14 +1,20 @@
 """The command line: help at once, one line for what is wrong, a new file is a new command."""
 
+import argparse
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
+from recorded_run import new_run
 from tiny_run import tiny_run_file
 
-from diloco_ds import commands
+from diloco_ds import cli, commands
 from diloco_ds.cli import command_names, main
+from diloco_ds.conductor import lock
+from diloco_ds.core.fragments import TensorSpec, balance
+from diloco_ds.island import launch
 
 HEAVY = ("torch", "deepspeed", "transformers", "datasets", "mpi4py", "wandb", "lm_eval")
 
@@ -27,14 +33,41 @@ def test_help_imports_nothing_heavy(arguments):
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("name", command_names())
-def test_every_command_explains_itself_with_an_example(name, capsys):
+def words_of(name: str) -> list[str]:
+    """The command `name` and, where it has parts, each of them: 'bench', 'bench link', ..."""
+    parser = cli._parser(name, cli._command(name))
+    parts = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    return [name, *(f"{name} {part}" for each in parts for part in each.choices)]
+
+
+ALL_COMMANDS = [words for name in command_names() for words in words_of(name)]
+
+
+def help_of(words: str, capsys) -> str:
     with pytest.raises(SystemExit) as ended:
-        main([name, "--help"])
+        main([*words.split(), "--help"])
     assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert f"usage: diloco-ds {name}" in text
-    assert f"examples:\n  diloco-ds {name}" in text
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ALL_COMMANDS)
+def test_every_command_and_part_explains_itself_with_an_example(words, capsys):
+    text = help_of(words, capsys)
+    assert f"usage: diloco-ds {words}" in text
+    assert f"examples:\n  diloco-ds {words}" in text
+    examples = text.partition("examples:\n")[2].rstrip("\n").split("\n")
+    assert all(line.startswith(f"  diloco-ds {words}") for line in examples)
+
+
+TELL_NO_FACTS = {"train", "island"}
+"""Commands that stay with a run until it ends."""
+
+
+@pytest.mark.parametrize("words", [each for each in ALL_COMMANDS if each not in TELL_NO_FACTS])
+def test_every_command_that_tells_facts_takes_json(words, capsys):
+    if len(words_of(words.split()[0])) > 1 and " " not in words:
+        return  # its parts do
+    assert "--json" in help_of(words, capsys)
 
 
 def test_the_overview_names_every_command(capsys):
@@ -79,6 +112,28 @@ def test_a_file_is_a_command(tmp_path, monkeypatch, capsys):
             ["status", "x", "--jsno"],
             "unrecognized arguments: --jsno (diloco-ds status --help shows how)",
         ),
+        *(
+            (
+                [*words.split(), flag, given],
+                f"argument {flag}: must be {allowed}, not '{given}' (diloco-ds {command} --help shows how)",
+            )
+            for command, words, flag, given, allowed in [
+                ("eval", "eval x", "--limit", "0", "a whole number of 1 or more"),
+                ("eval", "eval x", "--batch-size", "0", "a whole number of 1 or more"),
+                ("eval", "eval x", "--heldout-tokens", "-5", "a whole number of 1 or more"),
+                ("eval", "eval x", "--heldout-tokens", "1e6", "a whole number of 1 or more"),
+                ("plan", "plan x.yaml", "--chips", "-3", "a whole number of 1 or more"),
+                ("models", "models", "--vocab", "0", "a whole number of 1 or more"),
+                ("replay", "replay x", "--explain", "0", "a whole number of 1 or more"),
+                ("join", "join x --island c", "--ranks", "0", "a whole number of 1 or more"),
+                ("chaos", "chaos x --rate 5", "--minutes", "nan", "a number above 0"),
+                ("chaos", "chaos x --rate 5", "--seed", "-1", "a whole number of 0 or more"),
+                ("chaos", "chaos x --fault slow", "--factor", "1", "a number above 1"),
+                ("chaos", "chaos x --fault hang", "--seconds", "inf", "a number above 0"),
+                ("bench link", "bench link", "--repeats", "0", "a whole number of 1 or more"),
+                ("drill storm", "drill storm x.yaml", "--rate", "-1", "a number above 0"),
+            ]
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(arguments, expected, tmp_path, monkeypatch, capsys):
@@ -107,25 +162,82 @@ BAD_RUNS = [
     ("trainer.scheduler=cosin", "trainer.scheduler 'cosin'"),
     ("exchange.outer.name=SGDD", "SGDD"),
     ("evaluation.tasks=[arc_esay]", "there is no task 'arc_esay' in lm-eval; did you mean 'arc_easy'?"),
+    (
+        "model.overrides={intermediate_size: 4000000000}",  # too much for any shared memory
+        "of shared memory are needed",
+    ),
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("same_signals")
-@pytest.mark.parametrize(("override", "expected"), BAD_RUNS)
-def test_a_bad_run_is_refused_before_anything_is_there(override, expected, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys, same_signals):
+    """Starts the tiny run with these arguments: the one line with which it is refused, and nothing was made."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
     run_file = tiny_run_file(tmp_path / "given")
-    given = sorted(path.name for path in run_file.parent.iterdir())
-    assert main(["train", str(run_file), override]) == 2
+
+    def start(*arguments: str) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        assert main(["train", str(run_file), *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("diloco-ds: error: ")
+        assert error.count("\n") == 1
+        assert sorted(tmp_path.rglob("*")) == before
+        return error
+
+    return start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("override", "expected"), BAD_RUNS)
+def test_a_bad_run_is_refused_before_anything_is_there(refused, override, expected):
+    assert expected in refused(override)
+
+
+def test_a_run_directory_that_holds_something_is_refused(refused, tmp_path):
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "notes.txt").write_text("mine")
+    assert f"--run-dir: {used} is not empty; name another directory" in refused("--run-dir", str(used))
+    below = refused("--run-dir", str(used / "notes.txt" / "run"))
+    assert f"{used / 'notes.txt'} is no directory" in below
+
+
+def test_a_run_that_is_conducted_already_is_refused(tmp_path, capsys, same_signals):
+    run = new_run(tmp_path)
+    run.layout.write_text(balance([TensorSpec("weight", (8,), embedding=False)], 1, 1).to_json())
+    held = lock.hold(run)
+    before = sorted(tmp_path.rglob("*"))
+    try:
+        assert main(["train", "--resume", str(run.root)]) == 2
+    finally:
+        os.close(held)
     error = capsys.readouterr().err
-    assert error.startswith("diloco-ds: error: ")
-    assert expected in error
+    assert "this run is conducted by another diloco-ds already; see it with `diloco-ds status" in error
     assert error.count("\n") == 1
-    assert not list(work.iterdir())
-    assert sorted(path.name for path in run_file.parent.iterdir()) == given
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_host_without_mpirun_is_refused(refused, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert "no mpirun in the Python environment or in PATH: install an MPI" in refused()
+
+
+def test_a_port_that_is_taken_is_refused(refused):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        expected = f"islands.b.master_port: {port} is in use; choose another, or leave it out"
+        assert expected in refused(f"islands.b.master_port={port}")
+
+
+def test_more_ranks_than_gpus_are_refused(refused, monkeypatch):
+    monkeypatch.setattr(launch, "_visible", lambda listed, island: [0, 1, 2])
+    expected = "islands.b: 2 ranks from GPU 2 on, but only 3 GPUs are visible; use fewer ranks"
+    assert expected in refused("islands.a.ranks=2", "islands.b.ranks=2")
 
 
 def test_a_reader_that_goes_away_ends_a_command_without_a_word():

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from pathlib import Path
 
+from diloco_ds.arguments import folder
 from diloco_ds.errors import UserError
 
 EXAMPLES = """\
   diloco-ds export runs/quickstart exported
-  diloco-ds export runs/quickstart exported --dtype bfloat16"""
+  diloco-ds export runs/quickstart exported --dtype bfloat16
+  diloco-ds export runs/quickstart exported --json | jq .tokens"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
-    parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
+    parser.add_argument("out", type=folder, metavar="OUT", help="directory to make")
     parser.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float16")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,5 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
     weights = checkpoint / "theta.safetensors"
     with contextlib.redirect_stdout(sys.stderr):  # what libraries say while they are imported
         export(weights, run_dir.model_config, run_dir.tokenizer, arguments.out, arguments.dtype)
-    print(arguments.out)
+    if arguments.json:
+        tokens = json.loads((checkpoint / "state.json").read_text())["tokens"]
+        facts = {"run_dir": str(run_dir.root), "out": str(arguments.out), "dtype": arguments.dtype}
+        print(json.dumps({**facts, "checkpoint": str(checkpoint), "tokens": tokens}))
+    else:
+        print(arguments.out)
     return 0

@@ -7,11 +7,15 @@ run file, given as key=value: ranks=2, threads_per_rank=4, deepspeed.train_micro
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+
+from diloco_ds.arguments import whole
 
 EXAMPLES = """\
   diloco-ds join runs/quickstart --island c
-  diloco-ds join runs/quickstart --island c --ranks 2 deepspeed.zero_optimization.stage=3"""
+  diloco-ds join runs/quickstart --island c --ranks 2 deepspeed.zero_optimization.stage=3
+  diloco-ds join runs/quickstart --island c --json | jq .joins"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the island")
     parser.add_argument("--island", required=True, metavar="NAME", help="its name, new in the run")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="DeepSpeed ranks (default 1)")
+    parser.add_argument("--ranks", type=whole(1), default=1, metavar="N", help="DeepSpeed ranks (default 1)")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,10 +37,14 @@ def run(arguments: argparse.Namespace) -> int:
     settings = [f"name={arguments.island}", f"ranks={arguments.ranks}", *arguments.settings]
     run = RunDir(arguments.run_dir.resolve())
     join(run, settings)
-    if read_status(run.root).conductor_pid is None:
+    at_once = read_status(run.root).conductor_pid is not None
+    if arguments.json:
+        joins = "now" if at_once else "at_resume"
+        print(json.dumps({"run_dir": str(run.root), "island": arguments.island, "joins": joins}))
+    elif at_once:
+        print(f"island {arguments.island} joins; see diloco-ds status {shown(arguments.run_dir)} --watch")
+    else:
         print(
             f"island {arguments.island} joins when the run goes on: diloco-ds train --resume {shown(run.root)}"
         )
-        return 0
-    print(f"island {arguments.island} joins; see diloco-ds status {shown(arguments.run_dir)} --watch")
     return 0

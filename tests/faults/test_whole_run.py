@@ -142,6 +142,15 @@ def test_the_commands_work_on_it(finished):
     assert (run.work / "out" / "model.safetensors").exists()
     again = run.command("export", str(run.dir.root), str(run.work / "out"))
     assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    half = run.work / "half"
+    exported = json.loads(
+        run.command("export", str(run.dir.root), str(half), "--dtype", "float16", "--json").stdout
+    )
+    assert {key: exported[key] for key in ("out", "dtype", "tokens")} == {
+        "out": str(half),
+        "dtype": "float16",
+        "tokens": status["tokens"],
+    }
     assert run.command("report", str(run.dir.root)).returncode == 0
     assert "bits per byte" in run.command("eval", str(run.dir.root), "--tasks", "").stdout
     stopped = run.command("stop", str(run.dir.root))
