@@ -1,4 +1,4 @@
-"""How an island goes: told to drain, or given up; its last work is merged before it is gone."""
+"""How an island goes: told to drain, or gone before this syncer began; its last work is merged before it is gone."""
 
 from __future__ import annotations
 
