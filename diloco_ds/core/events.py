@@ -90,7 +90,9 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """An island belongs to the run no longer (given up, or `leave`)."""
+    """An island belongs to the run no longer: it had left under the syncer before this one (`leave`). An island that its
+    supervisor has given up is none of these: it is silent, and counts as away.
+    """
 
     island: str
     reason: str
@@ -164,6 +166,7 @@ class Merge:
     parts: tuple[Part, ...]
     lr_tokens: int  # merged tokens so far: where the outer learning rate's schedule stands
     missed: tuple[str, ...]  # islands that were asked and have no part in it, in alphabetical order
+    grace: float  # seconds of its round's grace window; 0 where it was merged without one
     reason: str
 
 

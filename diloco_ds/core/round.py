@@ -22,7 +22,7 @@ class Round:
     contributors: dict[str, None] = field(default_factory=dict)  # whose answer is admitted or kept
     answers: dict[str, Answer] = field(default_factory=dict)  # admitted: on the fragment's newest version
     closes: float | None = None  # end of the grace window; None before the quorum
-    grace: float = 0.0  # seconds
+    grace: float = 0.0  # seconds, once the quorum is there
 
     def start_grace(self, now: float, seconds: float) -> None:
         """The quorum is there: wait `seconds` more for others."""

@@ -68,7 +68,6 @@ class Syncer:
         self._global_step = 0
         self._next = self._layout.next_step(0)  # global step of the next round
         self._global_tokens = 0
-        self._grace = 0.0
         self._settled = float("-inf")  # driver's clock: everything due by then is done
 
     def step(self, event: Event, now: float) -> list[Action]:
@@ -195,7 +194,6 @@ class Syncer:
             global_step=self._global_step,
             merged_tokens=self.merged_tokens,
             global_tokens=self._global_tokens,
-            grace=self._grace,
             waiting=self._waiting_for(),
             open_rounds=tuple(round_.step for round_ in self._rounds),
             fragments=self._rounds.fragments,
@@ -273,7 +271,7 @@ class Syncer:
         round_.contributors[island] = None
         if round_.closes is not None or len(round_.contributors) < self._exchange.quorum:
             return
-        self._grace = grace_window(
+        grace = grace_window(
             safety=self._exchange.grace.safety,
             overlap=self._exchange.overlap,
             step_time=max(
@@ -282,7 +280,7 @@ class Syncer:
             quorum_time=now - round_.opened,
             sync_time=self._sync_time.value or 0.0,
         )
-        round_.start_grace(now, self._grace)
+        round_.start_grace(now, grace)
 
     def _close_due(self, now: float, actions: list[Action]) -> None:
         for round_ in self._rounds:
@@ -320,7 +318,8 @@ class Syncer:
         self.ledger.merging(round_.fragment, state.version, parts)
         shares = ", ".join(f"{p.island} {p.weight:.2f}{' (late)' if p.late else ''}" for p in parts)
         reason = f"{reason}: {shares}"
-        actions.append(Merge(round_.fragment, round_.step, state.version, parts, lr_tokens, missed, reason))
+        of_it = (round_.fragment, round_.step, state.version)
+        actions.append(Merge(*of_it, parts, lr_tokens, missed, round_.grace, reason))
 
     # ---- the end of the run ----
 

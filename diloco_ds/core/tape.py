@@ -2,7 +2,7 @@
 
 One record is one line of JSON that ends with the CRC-32 of what stands before it:
 
-    {"tape":3,"run_id":"4f1c","layout":"9b0e...","generation":1,"state":{},"crc":"5c1d0a3e"}
+    {"tape":4,"run_id":"4f1c","layout":"9b0e...","generation":1,"state":{},"threads":1,"crc":"5c1d0a3e"}
     {"at":12.5,"kind":"Want","value":{"island":"a","fragment":3,...},"crc":"0b77e1f2"}
 
 Each generation of the syncer begins with a header. Floats are written so that they are read back exactly. A
@@ -20,7 +20,7 @@ from typing import Any, get_args
 from diloco_ds.core.events import Action, Event, Merge, Part
 from diloco_ds.errors import UserError
 
-VERSION = 3
+VERSION = 4
 
 _CRC = b',"crc":"'
 _TYPES: dict[str, Any] = {cls.__name__: cls for cls in (*get_args(Event), *get_args(Action))}
@@ -32,12 +32,15 @@ class TapeError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A generation of the syncer begins. `state` is what the state machine was restored from, as JSON."""
+    """A generation of the syncer begins. `state` is what the state machine was restored from, as JSON; `threads` of CPU
+    take the sums of its merges.
+    """
 
     run_id: str
     layout_digest: str
     generation: int
     state: Mapping[str, Any] = field(default_factory=dict)
+    threads: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ def encode_header(header: Header) -> bytes:
             "layout": header.layout_digest,
             "generation": header.generation,
             "state": header.state,
+            "threads": header.threads,
         }
     )
 
@@ -133,7 +137,8 @@ def _parse(line: bytes) -> Header | Entry:
         return Entry(record["at"], _value(record["kind"], record["value"]))
     if record["tape"] != VERSION:
         raise ValueError(f"a tape of format {record['tape']}, this program reads format {VERSION}")
-    return Header(record["run_id"], record["layout"], record["generation"], record["state"])
+    named = (record["run_id"], record["layout"], record["generation"])
+    return Header(*named, record["state"], record["threads"])
 
 
 def _value(kind: str, values: dict[str, Any]) -> Event | Action:

@@ -35,7 +35,6 @@ class View:
     merged_tokens: int
     global_tokens: int
     merges: int
-    grace: float  # seconds, of the newest round that reached its quorum
     waiting: str  # what the next round waits for, in words; empty while one is open
     open_rounds: tuple[int, ...]  # global steps
     islands: dict[str, IslandView]
@@ -47,7 +46,6 @@ def view_of(
     global_step: int,
     merged_tokens: int,
     global_tokens: int,
-    grace: float,
     waiting: str,
     open_rounds: tuple[int, ...],
     fragments: Sequence[FragmentState],
@@ -61,7 +59,6 @@ def view_of(
         merged_tokens=merged_tokens,
         global_tokens=global_tokens,
         merges=sum(f.version for f in fragments),
-        grace=grace,
         waiting=waiting,
         open_rounds=open_rounds,
         islands={m.name: _island(m, fragments, total) for m in members},

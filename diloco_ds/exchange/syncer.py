@@ -273,7 +273,7 @@ class LiveSyncer:
             view,
             norm=outer.norm,
             outer_lr=None if self._base_lr is None else outer.lr_scale * self._base_lr,
-            grace_s=view.grace,
+            grace_s=action.grace,
             round_s=started - self._opened.get(action.round, started),
             merge_s=seconds,
         )

@@ -61,7 +61,7 @@ def serve(run: RunDir) -> bool:
         log.info("generation %d starts from %s", tenure.generation, origin)
         marks = [store.mark(fragment) for fragment in range(layout.fragments)]
         state = tape_state(marks, store.ledger(), recovery.origins)
-        header = Header(manifest["run_id"], layout.digest, tenure.generation, state)
+        header = Header(manifest["run_id"], layout.digest, tenure.generation, state, config.syncer.threads)
         account = Account(run, tenure.generation, config.budget.tokens, layout)
         account.tell_of_recovery(recovery)
         intake_of = partial(open_intake, run_id=manifest["run_id"], layout=layout)

@@ -49,10 +49,13 @@ class Recording:
 
 @dataclass(frozen=True)
 class Generation:
-    """A syncer begins, from `marks`; `origins` are given where its memory was lost, and with it the store before."""
+    """A syncer begins, from `marks`, with so many CPU `threads`; `origins` are given where its memory was lost, and with it
+    the store before.
+    """
 
     number: int
     marks: tuple[Mark, ...]
+    threads: int
     origins: tuple[Origin, ...] = ()
 
 
@@ -97,7 +100,7 @@ def replayed(recording: Recording) -> Iterator[tuple[Generation | Moment | Torn,
             generation = first.generation
             marks, origins = _state(first, recording.layout)
             core = restored_core(recording.config, recording.layout, recording.manifest, first.state)
-            yield Generation(generation, marks, origins), core
+            yield Generation(generation, marks, first.threads, origins), core
         elif core is not None:
             decided = tuple(core.step(first.value, first.at))  # type: ignore[arg-type]
             recorded = tuple(actions)

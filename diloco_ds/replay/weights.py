@@ -68,7 +68,6 @@ class Weights:
 
     def __init__(self, recording: Recording) -> None:
         self._recording, self._layout = recording, recording.layout
-        torch.set_num_threads(recording.config.syncer.threads)  # sums are taken as the syncer took them
         self._merger = Merger(recording.config, recording.layout)
         self.target = _find_target(recording, self._merger.buffers)
         self._needed = _returned_to(recording) | {(p, m.version) for p, m in enumerate(self.target.marks)}
@@ -97,9 +96,13 @@ class Weights:
         return Comparison(self.target.name, self._layout.fragments, differing)
 
     def _begin(self, generation: Generation) -> None:
-        if not self._states:
+        if self._states:
+            self._go_on(generation)
+        else:
             self._start(generation)
-            return
+        torch.set_num_threads(generation.threads)  # sums are taken as the syncer takes them from here on
+
+    def _go_on(self, generation: Generation) -> None:
         for p, mark in enumerate(generation.marks):
             origin = generation.origins[p] if generation.origins else Origin(mark.version, mark.version)
             if p in self._pending and self._pending[p].version == origin.weights:

@@ -6,52 +6,16 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from core.played_syncer import answer, exchange_of, layout_of, of, report, syncer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_ds.config import Adoption, Exchange, Grace, Merge
+from diloco_ds.config import Adoption, Grace, Merge
 from diloco_ds.core import events as ev
-from diloco_ds.core.fragments import TensorSpec, balance
 from diloco_ds.core.learner import LearnerClock
 from diloco_ds.core.member import Counts
-from diloco_ds.core.syncer import Syncer
 from diloco_ds.sim.learner import SimLearner, Speed, Wire
 from diloco_ds.sim.world import World
-
-
-def layout_of(fragments, period):
-    specs = [TensorSpec(f"w{i}", (8,), embedding=False) for i in range(fragments)]
-    return balance(specs, fragments, period)
-
-
-def exchange_of(fragments, **settings_):
-    return Exchange(
-        **{"fragments": fragments, "period": fragments, "overlap": min(2, fragments - 1), **settings_}
-    )
-
-
-def syncer_of(fragments=2, islands=("a", "b"), budget=10**9, **settings_):
-    exchange = exchange_of(fragments, **settings_)
-    syncer = Syncer(layout_of(fragments, exchange.period), exchange, budget=budget, lease=10.0)
-    for island in islands:
-        syncer.step(ev.Joined(island), 0.0)
-    return syncer
-
-
-def report(island, step, *, base=(0, 0), steps=None, incarnation=1, phase="running", step_time=1.0):
-    steps = [step] * len(base) if steps is None else steps
-    return ev.Report(
-        island, incarnation, phase, step, 10 * step, step_time, steps, [10 * s for s in steps], list(base)
-    )
-
-
-def answer(island, fragment, round_, base, steps, *, update_id=1, incarnation=1, tokens=None):
-    tokens = 10 * steps if tokens is None else tokens
-    return ev.Answer(island, incarnation, fragment, round_, base, steps, tokens, update_id)
-
-
-def of(kind, actions):
-    return [action for action in actions if isinstance(action, kind)]
 
 
 def world_of(
@@ -97,6 +61,24 @@ def test_a_round_opens_at_the_quorum_asks_all_eligible_and_merges_after_the_grac
     }
     assert (merge.fragment, merge.round, merge.version) == (p, round_, 1)
     assert "everybody asked" in merge.reason
+
+
+def test_of_two_rounds_in_flight_each_merge_tells_its_own_grace_window():
+    """K = 1, tau = 2, gamma = 0.8, steps of 1 s. The second round's quorum is there before the first one's window closes."""
+    syncer = syncer_of(fragments=4, quorum=1, overlap=2, grace=Grace(safety=0.8))
+    bases = (0, 0, 0, 0)
+    syncer.step(report("b", 0, base=bases), 0.0)
+    first = of(ev.Want, syncer.step(report("a", 1, base=bases), 1.0))[0]
+    second = of(ev.Want, syncer.step(report("a", 2, base=bases), 2.0))[0]
+    assert (first.round, second.round) == (1, 2)
+    # slack = 2*1 - 1.5 = 0.5, grace = 0.4: until 2.9
+    assert of(ev.Merge, syncer.step(answer("a", first.fragment, 1, 0, 1), 2.5)) == []
+    # slack = 2*1 - 0.7 = 1.3, grace = min(1.04, one step) = 1: until 3.7
+    assert of(ev.Merge, syncer.step(answer("a", second.fragment, 2, 0, 1, update_id=2), 2.7)) == []
+    (merge,) = of(ev.Merge, syncer.step(ev.Tick(), 3.0))
+    assert (merge.round, merge.grace) == (1, pytest.approx(0.4))
+    (merge,) = of(ev.Merge, syncer.step(ev.Tick(), 3.8))
+    assert (merge.round, merge.grace) == (2, 1.0)
 
 
 def test_the_grace_window_closes_without_the_slow_one_whose_late_answer_is_merged_next_time():

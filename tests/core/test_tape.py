@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from diloco_ds.core import events, tape
 from diloco_ds.core.tape import Entry, Header, TapeError, Torn, decode_all, encode, encode_header
 
-HEADER = Header("run-7", "ab12", 1, {"version": [0, 3], "merged_tokens": 12})
+HEADER = Header("run-7", "ab12", 1, {"version": [0, 3], "merged_tokens": 12}, threads=3)
 ENTRIES = (
     Entry(0.1, events.Joined("a")),
     Entry(0.2, events.Report("a", 1, "running", 3, 96, 0.25, (3, 1), (96, 32), (0, 2))),
     Entry(0.2, events.Want("a", 1, 3, "ready")),
     Entry(
         1 / 3,
-        events.Merge(1, 3, 3, (events.Part("a", 5, 2, 1, 32, 1.0, False),), 44, ("b",), "1 of 1: 'ä'\n"),
+        events.Merge(1, 3, 3, (events.Part("a", 5, 2, 1, 32, 1.0, False),), 44, ("b",), 0.4, "1 of 1: 'ä'\n"),
     ),
 )
 
@@ -151,7 +151,7 @@ def test_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(tape, "VERSION", 9)
     data = taped(HEADER)
     monkeypatch.undo()
-    with pytest.raises(TapeError, match="a tape of format 9, this program reads format 3"):
+    with pytest.raises(TapeError, match="a tape of format 9, this program reads format 4"):
         read(data)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from syncer_run import PlayedLearner, SyncerRun, play, versions_at_least
 
+from diloco_ds import changes
 from diloco_ds.cli import main
 from diloco_ds.core import tape
 from diloco_ds.core.events import Answer, Joined, Merge, Merged, Report
@@ -40,7 +41,7 @@ def stop(run, pid):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Four generations: killed before a commit, killed after one, gone on from disk, stopped."""
+    """Four generations: killed before a commit, killed after one, gone on from disk with two threads, stopped."""
     run = SyncerRun(tmp_path_factory.mktemp("recorded") / "run", **SETTINGS)
     try:
         for at in ("store.before_commit:6", "store.after_commit:4"):
@@ -52,6 +53,7 @@ def recorded(tmp_path_factory):
         play(run, learners, versions_at_least(learners[0], 6))
         stop(run, pid)
         run.remove_shared_memory()
+        changes.record(run.dir, ["syncer.threads=2"], ["diloco-ds", "train", "--resume"])
         pid = run.start()
         learners = both(run)
         play(run, learners, versions_at_least(learners[0], 1_000_000 + 8))
@@ -79,6 +81,17 @@ def test_decisions_and_weights_of_four_generations_come_out_again(recorded):
         verdict.weights.against == f"checkpoints/syncer/{checkpoints(recorded.syncer_checkpoints)[-1].name}"
     )
     assert verdict.weights.fragments == 3
+
+
+def test_the_weights_of_each_generation_are_summed_by_as_many_threads_as_its_syncer_had(
+    recorded, monkeypatch
+):
+    headers = [each for each in Recording.of(recorded).records() if isinstance(each, tape.Header)]
+    assert [header.threads for header in headers] == [1, 1, 1, 2]
+    set_to = []
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    assert replay(recorded).identical
+    assert set_to == [1, 1, 1, 2]
 
 
 def test_the_command_line(recorded, capsys):
@@ -204,7 +217,7 @@ def other_header(run, **changes):
     ("changes", "message"),
     [
         ({"run_id": "other"}, "of run other, not of"),
-        ({"tape": 1}, "of format 1, this program reads format 3"),
+        ({"tape": 1}, "of format 1, this program reads format 4"),
     ],
 )
 def test_another_run_or_version_is_refused(copy, capsys, changes, message):

@@ -93,7 +93,7 @@ def answer(weights, island, update_id, base=0):
 
 def merge(version, *parts):
     shares = tuple(Part(name, uid, base, 1, 10, 1 / len(parts), False) for name, uid, base in parts)
-    return Merge(0, version, version, shares, 0, (), "")
+    return Merge(0, version, version, shares, 0, (), 0.0, "")
 
 
 def global_weight(weights):
