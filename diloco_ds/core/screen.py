@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 
 import torch
@@ -47,3 +48,11 @@ class OutlierScreen:
                 return f"its norm {norm:.4g} is over {self._factor:g} times the fragment's median {usual:.4g}"
         seen.append(norm)
         return None
+
+    def history(self, fragment: int) -> tuple[float, ...]:
+        """The norms that the next update of `fragment` is compared with, oldest first."""
+        return tuple(self._norms.get(fragment, ()))
+
+    def restore(self, fragment: int, norms: Iterable[float]) -> None:
+        """Take `history` back."""
+        self._norms[fragment] = deque(norms, maxlen=self._history)

@@ -89,7 +89,9 @@ class Merger:
 
 
 def next_mark(mark: Mark, action: Merge, scalars: dict[str, float]) -> Mark:
-    """The mark of a fragment after `action`, given the one before and the outer optimizer's new scalars."""
+    """The mark of a fragment after `action`, given the one before, whose norms it keeps, and the outer optimizer's new
+    scalars.
+    """
     merged, cursors, counts = dict(mark.merged), dict(mark.cursors), dict(mark.counts)
     for island, of_it in counts_of(action.parts, action.missed).items():
         counts[island] = counts.get(island, Counts()).plus(of_it)
@@ -106,4 +108,5 @@ def next_mark(mark: Mark, action: Merge, scalars: dict[str, float]) -> Mark:
         cursors=cursors,
         counts=counts,
         scalars=scalars,
+        norms=mark.norms,
     )

@@ -37,7 +37,9 @@ _MARK_CAPACITY = 32 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What is committed with a fragment: all that the core and the outer optimizer need to go on from there."""
+    """What is committed with a fragment: all that the core, the outer optimizer and the screen for outliers need to go on
+    from there.
+    """
 
     version: int
     round: int  # the global step of its last merge; 0 = the initial weights
@@ -49,6 +51,8 @@ class Mark:
     counts: dict[str, Counts] = field(
         default_factory=dict
     )  # per island: its part in the merges of this fragment
+    # norms of its newest updates that passed the screen (core/screen.py); a replay does not screen and cannot tell them
+    norms: tuple[float, ...] = field(default=(), compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON takes it; `from_json` gives it back."""
@@ -59,7 +63,7 @@ class Mark:
         """The mark that `to_json` wrote; TypeError for anything else."""
         cursors = {island: (lease, cursor) for island, (lease, cursor) in value["cursors"].items()}
         counts = {island: Counts(*of_it) for island, of_it in value["counts"].items()}
-        return cls(**{**value, "cursors": cursors, "counts": counts})
+        return cls(**{**value, "cursors": cursors, "counts": counts, "norms": tuple(value["norms"])})
 
 
 class Store:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diloco_ds.config import RunConfig
 from diloco_ds.core.events import (
@@ -92,6 +92,8 @@ class LiveSyncer:
         self._marks = [parts.store.mark(p) for p in range(parts.layout.fragments)]
         self._account.merges = sum(mark.merges for mark in self._marks)
         self._outliers = OutlierScreen(parts.config.exchange.merge.outlier_factor)
+        for p, mark in enumerate(self._marks):
+            self._outliers.restore(p, mark.norms)
         self._updates = (
             KeptUpdates(parts.run, self._account.tell) if parts.config.syncer.keep_updates else None
         )
@@ -263,6 +265,7 @@ class LiveSyncer:
         new = self._store.begin(p)
         failpoint("store.begun")
         mark, outer = self._merger.outer_step(action, delta, (theta, self._store.outer(p)), mark, new)
+        mark = replace(mark, norms=self._outliers.history(p))
         self._tenure.check()
         self._store.commit(p, mark, self._tenure.generation)
         self._marks[p] = mark

@@ -34,7 +34,7 @@ from diloco_ds.exchange.recovery import Recovery
 from diloco_ds.exchange.store import Mark, Store, flatten
 from diloco_ds.tensor_file import TensorFileWriter, file_sha256
 
-FORMAT = 2
+FORMAT = 3
 
 
 class BadCheckpoint(Exception):

@@ -28,9 +28,9 @@ PACKAGES = (
 """Distributions whose versions are recorded; one that is not installed is recorded as null."""
 
 
-FORMAT = 4
+FORMAT = 5
 """Of a run directory and its shared memory. 1: without a ledger of the data. 2: the syncer's marks hold no counts of
-islands. 3: updates tell nothing of experts.
+islands. 3: updates tell nothing of experts. 4: the syncer's marks hold no norms, the ledger no tokens, the tape no threads.
 """
 
 

@@ -69,6 +69,17 @@ def test_a_fragment_that_did_not_move_makes_nobody_an_outlier():
     assert screen.check(0, 1.0) is None
 
 
+def test_it_goes_on_from_the_history_of_another():
+    screen, next_one = OutlierScreen(10, history=5), OutlierScreen(10, history=5)
+    for size in range(1, 8):
+        screen.check(0, float(size))
+    assert (screen.history(0), screen.history(1)) == ((3.0, 4.0, 5.0, 6.0, 7.0), ())
+    next_one.restore(0, screen.history(0))
+    assert next_one.check(0, 51.0) == "its norm 51 is over 10 times the fragment's median 5"
+    assert next_one.check(0, 50.0) is None
+    assert next_one.history(0) == (4.0, 5.0, 6.0, 7.0, 50.0)
+
+
 @pytest.mark.parametrize("size", [math.nan, math.inf])
 def test_a_norm_that_is_no_number_is_refused_at_once(size):
     assert "its norm is" in OutlierScreen(10).check(0, size)

@@ -31,7 +31,16 @@ def put(store, fragment, version):
     theta.fill_(version)
     for number, name in enumerate(BUFFERS, start=1):
         buffers[name].fill_(version + number / 4)
-    mark = Mark(version, 10 * version, version, 64 * version, {"a": version - 1}, {"step": float(version)})
+    norms = (0.1, float(version))
+    mark = Mark(
+        version,
+        10 * version,
+        version,
+        64 * version,
+        {"a": version - 1},
+        {"step": float(version)},
+        norms=norms,
+    )
     store.commit(fragment, mark, generation=1)
 
 
@@ -63,6 +72,7 @@ def test_weights_buffers_and_mark_come_back_together(shared):
         put(store, 1, version)
     again = reopen(shared)
     assert again.mark(1) == Mark(3, 30, 3, 192, {"a": 2}, {"step": 3.0})
+    assert again.mark(1).norms == (0.1, 3.0)
     assert again.mark(0).version == 0
     assert_whole(again, 1, {3})
     assert bool((again.theta_of(1, 2) == 2).all())

@@ -65,7 +65,7 @@ def fill_at_random(store, version=4):
         theta, buffers = store.begin(fragment)
         for tensor in (theta, *buffers.values()):
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
-        mark = Mark(version + fragment, 17, 5, 640, {"a": 3}, {"outer_steps": 5.0})
+        mark = Mark(version + fragment, 17, 5, 640, {"a": 3}, {"outer_steps": 5.0}, norms=(0.5, 0.1))
         store.commit(fragment, mark, generation=3)
 
 
@@ -82,6 +82,7 @@ def test_a_checkpoint_gives_weights_momentum_and_marks_back_bit_for_bit(tmp_path
         assert torch.equal(again.outer(fragment)["momentum_buffer"], store.outer(fragment)["momentum_buffer"])
         mark = again.mark(fragment)
         assert mark.version == 4 + fragment + VERSION_GAP
+        assert mark.norms == (0.5, 0.1)
         assert (mark.tokens, mark.round, mark.merged, mark.scalars) == (
             640,
             17,

@@ -15,6 +15,7 @@ from syncer_run import (
     assert_same_history,
     both,
     events,
+    learned,
     play,
     status,
     versions_at_least,
@@ -92,6 +93,20 @@ def test_goes_on_within_moments_after_a_kill(new_run):
     version = min(learners[0].base)
     run.start()
     play(run, learners, versions_at_least(learners[0], version + 2), seconds=20)
+
+
+def test_the_next_syncer_knows_an_outlier_by_the_updates_of_the_one_before(new_run):
+    run = new_run(exchange={"merge": {"outlier_factor": 50.0}})
+    first = run.start()
+    learners = a, _ = both(run)
+    play(run, learners, versions_at_least(a, 4))  # eight updates of every fragment
+    run.kill(first)
+    a.adopt()
+    a.answer(1, 0, values=learned(run, "a", 1, a.base[1]) + 1e4)  # the first that the next one sees
+    run.start()
+    play(run, [], lambda: status(run).get("drops_by_reason", {}).get("outlier", 0) == 1)
+    assert status(run)["generation"] == 2
+    play(run, learners, versions_at_least(a, 6))
 
 
 def test_resume_from_disk_after_the_shared_memory_is_gone(new_run, reference):
