@@ -33,7 +33,7 @@ class Report:
     incarnation: int
     phase: LearnerPhase
     step: int  # step clock t_m
-    tokens: int  # tokens this island trained on since the run began
+    tokens: int  # that this incarnation has trained on
     step_time: float  # seconds, moving average of its inner step
     c_steps: Sequence[int]  # per fragment: inner steps since its base was adopted
     c_tokens: Sequence[int]  # per fragment: tokens since then

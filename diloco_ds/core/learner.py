@@ -50,8 +50,9 @@ class LearnerClock:
         self.adoption = adoption
         self.late = late
         self.step = 0  # step clock t_m
-        self.steps = 0  # inner steps made in this island's life
-        self.tokens = 0  # tokens trained in this island's life
+        self.steps = 0  # inner steps made in this island's life, as far as its checkpoints know
+        self.tokens = 0  # tokens trained in this island's life, as far as its checkpoints know
+        self.trained = 0  # tokens trained by this incarnation
         self.base = [NO_BASE] * fragments
         self.answered_round = [0] * fragments
         self._origin_steps = [0] * fragments
@@ -71,6 +72,7 @@ class LearnerClock:
         self.step += 1
         self.steps += 1
         self.tokens += tokens
+        self.trained += tokens
 
     def c_steps(self) -> list[int]:
         """Per fragment: inner steps since its base."""
@@ -126,7 +128,7 @@ class LearnerClock:
         self.step = max(self.step, orders.global_step)
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain JSON-able values, for a checkpoint."""
+        """Everything that outlives the incarnation, as plain JSON-able values, for a checkpoint."""
         return {
             "step": self.step,
             "steps": self.steps,

@@ -64,8 +64,15 @@ class Holder:
     position: Position = (0, 0)  # as reported
     merged: Position = (0, 0)  # every fragment has merged what lies before it
     reserve: int = 0  # as reported by this incarnation
+    tokens: int = 0  # trained on, as reported by this incarnation
+    tokens_before: int = 0  # trained on by the incarnations before it
     leases: list[Lease] = field(default_factory=list)  # not wholly merged, by number
     lost: list[Lease] = field(default_factory=list)  # given back, and perhaps still being read
+
+    @property
+    def trained(self) -> int:
+        """Tokens that the island has trained on, over all its incarnations."""
+        return self.tokens_before + self.tokens
 
     def ahead(self) -> list[Lease]:
         """Leases with blocks that it has not reported as trained on."""
@@ -98,7 +105,10 @@ class Ledger:
             if self._merging:
                 return  # its next report comes when what was merged of its predecessor is known
             self._trained_twice += self._give_back(report.island, f"{report.island} was restarted", actions)
-            self._holders[report.island] = holder = Holder(report.incarnation, merged=holder.merged)
+            self._holders[report.island] = holder = Holder(
+                report.incarnation, merged=holder.merged, tokens_before=holder.trained
+            )
+        holder.tokens = max(holder.tokens, report.tokens)
         self._take_reserve(holder, report.reserve)
         if 0 < report.lease <= self._number:
             self._take_position(holder, max(holder.position, (report.lease, report.cursor)))
@@ -109,6 +119,10 @@ class Ledger:
         """For the island's orders: the incarnation that may read, and the leases it has not read to their end, flat."""
         holder = self._holders.get(island)
         return (0, ()) if holder is None else (holder.incarnation, flat(holder.ahead()[:MOST_IN_HAND]))
+
+    def trained(self) -> dict[str, int]:
+        """Tokens that each island has trained on, as reported, over all incarnations; also of islands that have left."""
+        return {island: holder.trained for island, holder in self._holders.items()}
 
     def lose(self, island: str, reason: str) -> None:
         """What `island` holds goes back, as soon as no merge is under way."""
@@ -290,7 +304,7 @@ def _joined(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def _holder(values: Mapping[str, Any]) -> Holder:
-    incarnation, reserve = int(values["incarnation"]), int(values["reserve"])
+    incarnation, *counts = (int(values[key]) for key in ("incarnation", "reserve", "tokens", "tokens_before"))
     position, merged = ((int(pair[0]), int(pair[1])) for pair in (values["position"], values["merged"]))
     leases, lost = ([Lease(*each) for each in values[key]] for key in ("leases", "lost"))
-    return Holder(incarnation, position, merged, reserve, leases, lost)
+    return Holder(incarnation, position, merged, *counts, leases, lost)

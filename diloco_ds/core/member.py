@@ -37,7 +37,6 @@ class Member:
     silent: bool = True  # past its lease since then
     step: int = 0  # step clock as reported
     shift: int = 0  # steps of lead that do not count (see `reached`)
-    tokens: int = 0
     step_time: float = 0.0  # seconds
     c_steps: tuple[int, ...] = ()
     c_tokens: tuple[int, ...] = ()
@@ -66,7 +65,7 @@ class Member:
         self.phase = report.phase
         self.last_heard = now
         self.silent = False
-        self.step, self.tokens, self.step_time = report.step, report.tokens, report.step_time
+        self.step, self.step_time = report.step, report.step_time
         self.gives, self.asks, self.portion = report.gives, report.asks, report.portion
         self.c_steps, self.c_tokens, self.base = (
             tuple(report.c_steps),

@@ -197,6 +197,7 @@ class Syncer:
             waiting=self._waiting_for(),
             open_rounds=tuple(round_.step for round_ in self._rounds),
             fragments=self._rounds.fragments,
+            trained=self.ledger.trained(),
             members=self._roster,
         )
 

@@ -80,7 +80,6 @@ class Account:
             for part in action.parts
         ]
         contributors = {part.island for part in action.parts}
-        trained = sum(island.tokens for island in view.islands.values())
         self._metrics.write(
             "merge",
             generation=self._generation,
@@ -93,7 +92,7 @@ class Account:
             alive=sum(island.alive for island in view.islands.values()),
             eligible=len(contributors) + len(action.missed),
             merged=len(contributors),
-            token_share=min(view.merged_tokens / trained, 1.0) if trained else None,
+            token_share=view.merged_tokens / view.trained_tokens if view.trained_tokens else None,
             parts=parts,
             reason=action.reason,
             **_expert_load(loads.values()),

@@ -277,7 +277,7 @@ class Lead:
             incarnation=identity.incarnation,
             phase=phase,
             step=clock.step,
-            tokens=clock.tokens,
+            tokens=clock.trained,
             step_time=progress.step_time,
             c_steps=clock.c_steps(),
             c_tokens=clock.c_tokens(),

@@ -192,7 +192,7 @@ class SimLearner:
             1,
             self.phase,
             clock.step,
-            clock.tokens,
+            clock.trained,
             self.step_time,
             clock.c_steps(),
             clock.c_tokens(),

@@ -144,8 +144,10 @@ class Story:
         assert max(self.merged_blocks.values(), default=1) == 1, "a block is merged once"
 
 
-def report(island, incarnation=1, *, at=(0, 0), reserve=0, step_blocks=2, phase="running"):
-    return ev.Report(island, incarnation, phase, 0, 0, 1.0, (), (), (), at[0], at[1], reserve, step_blocks)
+def report(island, incarnation=1, *, at=(0, 0), reserve=0, step_blocks=2, phase="running", tokens=0):
+    return ev.Report(
+        island, incarnation, phase, 0, tokens, 1.0, (), (), (), at[0], at[1], reserve, step_blocks
+    )
 
 
 def part(island, at):

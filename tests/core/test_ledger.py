@@ -131,6 +131,22 @@ def test_the_reserve_is_trained_twice_and_counted_by_incarnation():
     assert (ledger.accounts().reserve, ledger.accounts().trained_twice) == (10, 10)
 
 
+def test_tokens_trained_on_only_grow_over_incarnations_syncers_and_leaving():
+    ledger = Ledger(1, 3, 50)
+    hear(ledger, "a", tokens=100)
+    hear(ledger, "a", tokens=250)
+    hear(ledger, "b", tokens=70)
+    hear(ledger, "a", 2)
+    assert ledger.trained() == {"a": 250, "b": 70}
+    hear(ledger, "a", 2, tokens=40)
+    ledger.lose("b", "it left")
+    settle(ledger, "a")
+    again = Ledger(1, 3, 50)
+    again.restore(json.loads(json.dumps(ledger.state())), [{}])
+    hear(again, "a", 2, tokens=60)
+    assert again.trained() == {"a": 310, "b": 70}
+
+
 def test_when_the_run_is_finished_everything_is_merged_or_free_and_nothing_is_called_trained_twice():
     ledger = Ledger(1, 3, 50)
     hear(ledger, "a")

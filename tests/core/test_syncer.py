@@ -217,6 +217,9 @@ def test_after_a_restart_a_merged_answer_is_not_merged_again():
     islands = syncer.view().islands
     assert (islands["a"].merged, islands["a"].missed, islands["a"].token_share) == (8, 2, 0.9)
     assert (islands["b"].merged, islands["b"].missed) == (0, 4)
+    assert (islands["a"].tokens, syncer.view().trained_tokens) == (90, 90), (
+        "it has trained on what is merged of it"
+    )
 
 
 def test_a_long_outage_of_the_syncer_is_not_paid_back_in_a_burst():

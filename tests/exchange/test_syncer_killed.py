@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from syncer_run import (
     SPECS,
+    TOKENS,
     PlayedLearner,
     assert_same_history,
     both,
@@ -107,6 +108,26 @@ def test_the_next_syncer_knows_an_outlier_by_the_updates_of_the_one_before(new_r
     play(run, [], lambda: status(run).get("drops_by_reason", {}).get("outlier", 0) == 1)
     assert status(run)["generation"] == 2
     play(run, learners, versions_at_least(a, 6))
+
+
+def test_tokens_of_an_island_are_those_of_all_its_incarnations_whoever_the_syncer_is(new_run):
+    run = new_run()
+    first = run.start()
+    a, b = learners = both(run)
+    told = lambda island: status(run).get("islands", {}).get(island, {}).get("tokens")  # noqa: E731
+    play(run, learners, versions_at_least(a, 2))
+    play(run, [], lambda: told("a") == a.clock * TOKENS)
+    run.kill(first)
+    run.start()
+    again = PlayedLearner(run, "a", incarnation=2)  # and its count begins anew
+    play(run, [again, b], versions_at_least(again, 5))
+    play(run, [], lambda: told("a") == (a.clock + again.clock) * TOKENS and told("b") == b.clock * TOKENS)
+    shares = [r["token_share"] for r in read_metrics(run.dir.metrics) if r["kind"] == "merge"]
+    assert all(0 < share <= 1 for share in shares)
+    trained = (a.clock + again.clock + b.clock) * TOKENS
+    newest = [r["tokens"] for r in read_metrics(run.dir.metrics) if r["kind"] == "merge"][-1]
+    assert shares[-1] >= newest / trained, "what was trained since the last merge is not in its share"
+    assert shares[-1] <= newest / (a.clock * TOKENS), "what the first incarnation trained is"
 
 
 def test_resume_from_disk_after_the_shared_memory_is_gone(new_run, reference):

@@ -244,6 +244,12 @@ def test_state_goes_through_a_checkpoint(folder):
     restored.lead.restore(state)
     assert restored.lead.state() == state
     assert restored.lead.clock.c_steps() == [1, 1]
+    restored.step()
+    restored.lead.report("running")
+    record = ReportRecord.unpack(restored.mailbox.report.read()[1])
+    assert (restored.lead.clock.tokens, record.report.tokens) == (200, 100), (
+        "its own, and those of this incarnation"
+    )
 
 
 def test_moments_are_given_when_the_clock_is_reached_and_once(folder):
