@@ -304,7 +304,8 @@ def _joined(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def _holder(values: Mapping[str, Any]) -> Holder:
-    incarnation, *counts = (int(values[key]) for key in ("incarnation", "reserve", "tokens", "tokens_before"))
+    counted = ("incarnation", "reserve", "tokens", "tokens_before")
+    counts = {name: int(values[name]) for name in counted}
     position, merged = ((int(pair[0]), int(pair[1])) for pair in (values["position"], values["merged"]))
     leases, lost = ([Lease(*each) for each in values[key]] for key in ("leases", "lost"))
-    return Holder(incarnation, position, merged, *counts, leases, lost)
+    return Holder(position=position, merged=merged, leases=leases, lost=lost, **counts)
