@@ -125,7 +125,7 @@ class RunDir:
         return self.root / "checkpoints" / "syncer"
 
     def island_checkpoints(self, island: str) -> Path:
-        """DeepSpeed checkpoints of an island."""
+        """Checkpoints of an island, one directory each."""
         return self.root / "checkpoints" / "islands" / island
 
     @property

@@ -9,6 +9,7 @@ read from the run's own records afterwards.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -23,11 +24,12 @@ from failpoints import Armed, Failpoints
 from live_run import LiveRun, kill, written
 
 from diloco_ds.chaos.targets import NotThere, Targets
+from diloco_ds.conductor.closing import newest_checkpoint
 from diloco_ds.exchange.fragment_box import FragmentBox
 from diloco_ds.rundir import SharedMemory
 
 HANG_S = 2.0
-WITHOUT_EXCHANGE_S = 10.0
+WITHOUT_EXCHANGE_S = 20.0
 KILL, STAND = "SIGKILL", "SIGSTOP"
 PROXY, AGENT = "0", "1"
 """Ranks of a link."""
@@ -88,7 +90,7 @@ class Play:
         self.cells |= {(who, when): cell for who in whoever}
         try:
             yield
-        except (AssertionError, NotThere) as error:
+        except (AssertionError, NotThere, ProcessLookupError) as error:
             cell.problem = str(error)
         cell.until = time.time()
 
@@ -259,9 +261,8 @@ class Play:
         """
         run = self.run
         with self._cell("syncer", "lost", survivors="ab"):
-            run.until(self._is_ahead_of_the_checkpoint, "something is merged that no checkpoint holds")
             victims = [self._pid(target) for target in ("syncer", "a.proxy", "b.proxy")]
-            os.kill(victims[0], signal.SIGSTOP)
+            run.until(lambda: self._stands_ahead(victims[0]), "something is merged that no checkpoint holds")
             run.until(self._all_has_arrived, "the islands hold what was merged")
             for pid in victims[1:]:
                 os.kill(pid, signal.SIGSTOP)
@@ -273,11 +274,19 @@ class Play:
             self._syncer_is_back(victims[0])
             self.lost = run.status().syncer.lost
 
-    def _is_ahead_of_the_checkpoint(self) -> bool:
-        newest = max(
-            record["time"] for record in self.run.records("event", event="checkpoint", role="syncer")
+    def _stands_ahead(self, syncer: int) -> bool:
+        """Stop the syncer; whether it has merged what its newest checkpoint does not hold. If not it goes on."""
+        os.kill(syncer, signal.SIGSTOP)
+        self.run.until(
+            lambda: psutil.Process(syncer).status() == psutil.STATUS_STOPPED, "the syncer stands still"
         )
-        return sum(record["time"] > newest for record in self.run.records("merge")) >= 2
+        theta = FragmentBox.open(SharedMemory(self.run.run_id()).store / "theta")
+        saved = json.loads((newest_checkpoint(self.run.dir) / "state.json").read_text())["fragments"]
+        ahead = [theta.version(p) > each["version"] for p, each in enumerate(saved)]
+        if sum(ahead) >= 2:
+            return True
+        os.kill(syncer, signal.SIGCONT)
+        return False
 
     def _all_has_arrived(self) -> bool:
         shared = SharedMemory(self.run.run_id())
@@ -313,7 +322,10 @@ class Play:
             if not agent_stands.hit():  # it was quicker: once more
                 kill(self._pid("c.proxy"))
                 self._hit(agent_stands)
-            kill(self._pid("c.mpirun"))
+            with contextlib.suppress(
+                NotThere, ProcessLookupError
+            ):  # mpirun does not wait long for one that stands
+                kill(self._pid("c.mpirun"))
             self._hit(supervisor)
             self._hit(learner_stands)
             kill(self._pid("c.launcher"))
@@ -346,7 +358,8 @@ class Play:
             self._hit(rank_stands)
             kill(launcher)
             self._hit(agent_stands)
-            kill(mpirun)
+            with contextlib.suppress(ProcessLookupError):  # it does not wait long for one that stands
+                kill(mpirun)
             for armed in places:
                 self._hit(armed)
             assert run.end(within_s=90) == 130

@@ -140,8 +140,8 @@ def _check_expert_parallel(settings: Mapping[str, Any]) -> None:
         )
     if expert_parallel_size(settings) > 1 and _lookup(settings, "zero_optimization.stage") in (_MISSING, 0):
         raise UserError(
-            "deepspeed.zero_optimization.stage: at stage 0 a checkpoint would hold the experts of rank 0 only; "
-            "take stage 1 or more with expert_parallel"
+            "deepspeed.zero_optimization.stage: at stage 0 every rank would have to hold all masters, "
+            "and of divided experts none does; take stage 1 or more with expert_parallel"
         )
 
 

@@ -35,7 +35,7 @@ from diloco_ds.exchange.mailbox import Mailbox
 from diloco_ds.exchange.wire import OrdersRecord, ReportRecord
 from diloco_ds.island.launch import devices_of, launch_command, rank_environment
 from diloco_ds.island.learner_processes import LearnerProcesses, running_incarnations
-from diloco_ds.island.watch import Restarts, StepRhythm
+from diloco_ds.island.watch import HUNG, Restarts, StepRhythm
 from diloco_ds.membership import run_config
 from diloco_ds.observe.metrics import MetricsFile
 from diloco_ds.rundir import RunDir, SharedMemory, write_atomically, write_json
@@ -95,7 +95,9 @@ class Ending:
     state: Literal["done", "stopped", "failed", "restarting"]
     reason: str
     exit_code: int = 0  # the supervisor's own
-    error: str | None = None  # the learner's last words, where it was not killed
+    failure: str | None = (
+        None  # what went wrong in the learner itself, where it was not killed: its error, or HUNG
+    )
 
 
 class Supervisor:
@@ -127,7 +129,8 @@ class Supervisor:
             self._status.last_exit = learner.exit_code()
             learner.kill()
             if ending.state == "restarting":
-                ending = self._pause(ending, time.monotonic() - since if rhythm.stepping else None)
+                stepped_for_s = time.monotonic() - since if rhythm.stepping else None
+                ending = self._pause(ending, stepped_for_s, rhythm.step)
             if ending.state != "restarting":
                 return self._end(ending)
             learner = self._launch()
@@ -195,12 +198,13 @@ class Supervisor:
             if len(learner.ranks) < ranks and learner.find_processes(ranks):
                 self._write_status(learner)
             if rhythm.stepping and (reason := self._broken(learner)):
-                return Ending("restarting", f"{reason}; see {self._run.log(self._island)}")
+                log_file = self._run.log(self._island)
+                return Ending("restarting", f"{reason}; see {log_file}", failure=self._last_error())
             if not self._mailbox.is_current():
                 return Ending("restarting", f"its mailbox {self._mailbox.folder} was removed")
             self._observe(learner, rhythm)
             if reason := rhythm.hung(time.monotonic()):
-                return Ending("restarting", reason)
+                return Ending("restarting", reason, failure=HUNG)
             time.sleep(POLL_S)
 
     def _broken(self, learner: LearnerProcesses) -> str | None:
@@ -255,7 +259,7 @@ class Supervisor:
         if said == "running" and self._orders_phase() in ("stop", "finished"):
             return Ending("stopped", f"the run ends, and {why}")
         own = error if 0 < code <= LAST_OWN_CODE else None
-        return Ending("restarting", f"{why}; see {self._run.log(self._island)}", error=own)
+        return Ending("restarting", f"{why}; see {self._run.log(self._island)}", failure=own)
 
     def _last_error(self) -> str | None:
         """The last line of this incarnation's output that tells of an error."""
@@ -278,15 +282,11 @@ class Supervisor:
         clean = report is not None and report.phase in ("stopped", "drained")
         return Ending("stopped", "asked to stop: " + ("it wrote a checkpoint" if clean else "it was killed"))
 
-    def _pause(self, ending: Ending, stepped_for_s: float | None) -> Ending:
+    def _pause(self, ending: Ending, stepped_for_s: float | None, step: int | None) -> Ending:
         """Wait before the next start; returns the given ending, or a final one if there is no next start."""
-        delay = self._restarts.ended(stepped_for_s, ending.error)
+        delay = self._restarts.ended(stepped_for_s, ending.failure, step)
         if delay is None:
-            return Ending(
-                "failed",
-                f"{self._restarts.barren} starts in a row without a step; the last: {ending.reason}",
-                GIVEN_UP,
-            )
+            return Ending("failed", f"{self._restarts.why()}; the last: {ending.reason}", GIVEN_UP)
         self._status.restarts = self._restarts.count
         self._change("restarting", f"{ending.reason}; next start in {delay:.0f} s")
         until = time.monotonic() + delay

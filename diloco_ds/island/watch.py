@@ -18,6 +18,8 @@ count anew.
 
 SAME_ERRORS = 3
 """So many starts that end with the same error before a step are enough."""
+HUNG = "hung"
+"""What failed in a learner that was found hung, where others have an error."""
 
 
 class StepRhythm:
@@ -39,6 +41,11 @@ class StepRhythm:
     def stepping(self) -> bool:
         """True from the learner's second step on."""
         return bool(self._intervals)
+
+    @property
+    def step(self) -> int | None:
+        """The newest step clock seen, None before there is one."""
+        return self._step
 
     def observe(self, sequence: int, step: int | None, now: float) -> None:
         """Take in the report with `sequence` number and step clock `step` (None: not stepping yet), seen at
@@ -94,19 +101,25 @@ class Restarts:
         """Restarts so far."""
         self.barren = 0
         """Ends in a row without a single step before them."""
-        self._error: str | None = None
-        self._same_error = 0  # ends in a row of which it was the error
+        self.stuck = 0
+        """Ends in a row by the same failure, none of them at a later step than the ones before."""
+        self._failure: str | None = None
+        self._furthest: int | None = None  # step clock at the latest of those ends
+        self._same_error = 0  # starts in a row that ended with it before a step
 
-    def ended(self, stepped_for_s: float | None, error: str | None = None) -> float | None:
-        """Seconds to wait before the next start, None = give up; `stepped_for_s`: how long it made steps,
-        None = not one. `error`: what it said when it ended by itself. The same error three times in a row
-        before a step is one that starting again does not mend.
+    def ended(
+        self, stepped_for_s: float | None, failure: str | None = None, step: int | None = None
+    ) -> float | None:
+        """Seconds to wait before the next start, None = give up.
+
+        `stepped_for_s`: how long it made steps, None = not one. `failure`: its error when it ended by itself, or
+        `HUNG`; None if it was killed, which says nothing of the next start. `step`: its step clock at the end. The same
+        error three times in a row before a step is one that starting again does not mend; nor is a failure that comes
+        back again and again though the learner got no further.
         """
         self.barren = self.barren + 1 if stepped_for_s is None else 0
-        repeated = error is not None and error == self._error and stepped_for_s is None
-        self._same_error = self._same_error + 1 if repeated else 1
-        self._error = error
-        if self.barren >= self._give_up_after or self._same_error >= SAME_ERRORS:
+        self._count_failure(failure, step, stepped_for_s is not None)
+        if max(self.barren, self.stuck) >= self._give_up_after or self._same_error >= SAME_ERRORS:
             return None
         if stepped_for_s is not None and stepped_for_s >= self._healthy_after_s:
             self._delay_s = 0.0
@@ -114,3 +127,17 @@ class Restarts:
         self._delay_s = min(max(2 * delay, self._shortest_s), self._longest_s)
         self.count += 1
         return delay
+
+    def why(self) -> str:
+        """Why it was given up, in words."""
+        if self.barren:
+            return f"{self.barren} starts in a row without a step"
+        return f"{self.stuck} times in a row the same failure, and no step beyond {self._furthest}"
+
+    def _count_failure(self, failure: str | None, step: int | None, stepped: bool) -> None:
+        again = failure is not None and failure == self._failure
+        further = step is not None and (self._furthest is None or step > self._furthest)
+        self._same_error = self._same_error + 1 if again and not stepped else 1
+        self.stuck = self.stuck + 1 if again and not further else int(failure is not None)
+        self._furthest = step if further or not again else self._furthest
+        self._failure = failure

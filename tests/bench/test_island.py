@@ -39,7 +39,6 @@ def test_three_loops_train_by_turns_and_nothing_is_left(tmp_path, capsys, monkey
     alone, exchange = value["loops"]["alone"], value["loops"]["exchange"]
     assert alone["fragments_per_step"] == {"answered": 0, "adopted": 0}
     assert min(exchange["fragments_per_step"].values()) > 0
-    assert exchange["exchange_parts"]["answer"] > alone["exchange_parts"]["answer"]
     assert 0 < value["exchange_share"] < 1
     assert not list(temporary.iterdir())
     ours = [each for each in psutil.Process().children(recursive=True) if each.status() != "zombie"]

@@ -244,7 +244,7 @@ def test_a_full_disk_pauses_checkpoints_and_nothing_else(new_run):
 
 
 def test_the_run_drains_at_its_budget_and_finishes(new_run):
-    run = new_run(budget={"tokens": 1000}, evaluation={"every_tokens": 300})
+    run = new_run(budget={"tokens": 4000}, evaluation={"every_tokens": 300})
     pid = run.start()
     learners = both(run)
     codes = []
@@ -252,7 +252,7 @@ def test_the_run_drains_at_its_budget_and_finishes(new_run):
     play(run, learners, lambda: codes.append(run.ended(pid)) or codes[-1] is not None)
     assert codes[-1] == 0
     assert status(run)["state"] == "finished"
-    assert status(run)["tokens"] >= 900
+    assert status(run)["tokens"] >= 3600
     assert len(events(run, "snapshot")) == len(list(run.dir.snapshots.iterdir())) >= 2
     for snapshot in run.dir.snapshots.iterdir():
         assert json.loads((snapshot / "state.json").read_text())["tokens"] == int(snapshot.name)

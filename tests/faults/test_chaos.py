@@ -70,7 +70,8 @@ def test_the_schedule_the_run_was_started_with_is_carried_out(run):
 
 
 def test_garbage_is_dropped_and_counted_and_never_merged(run):
-    run.until(lambda: len(run.records("merge")) > 12, "every fragment was sent twice")
+    parts = lambda: [part["island"] for record in run.records("merge") for part in record["parts"]]  # noqa: E731
+    run.until(lambda: parts().count("a") > 12, "it has sent every fragment twice")
     for what, kind in (("not_finite", "not_finite"), ("outlying", "outlier")):
         for _ in range(10):  # the island's next update may take its place, or its base be long gone
             _, until = chaos(run, "--fault", "garbage", "--target", "a", "--what", what)
@@ -101,7 +102,7 @@ def test_a_slow_island_is_merged_all_the_same_and_slows_nobody_else(run):
             stands.append(rank.status() == psutil.STATUS_STOPPED)
             time.sleep(0.05)
         assert chaos.returncode == 0
-    assert 0.6 < statistics.mean(stands) < 0.9, "it stands three quarters of the time at four times slower"
+    assert 0.5 < statistics.mean(stands) < 0.95, "it stands three quarters of the time at four times slower"
     until = time.time()
     merges = [record for record in run.records("merge") if fault["time"] < record["time"] < until]
     assert "a" in {part["island"] for record in merges for part in record["parts"]}
@@ -148,22 +149,24 @@ def test_a_full_disk_stops_nothing_and_checkpoints_go_on_afterwards(run):
 
 def test_an_island_that_is_lost_with_its_host_and_its_disk_comes_back_with_the_moments_of_its_peer(run):
     before = run.island("a")
+    sent = lambda: written(run, "status/agent.b.json")["moments_sent"]  # noqa: E731
+    sent_before = sent()  # one of the two may have begun with the other's
     since, _ = chaos(run, "--fault", "lose", "--target", "a")
     for checkpoint in run.dir.island_checkpoints("a").glob("i*-s*"):
         shutil.rmtree(checkpoint)
-    run.until(lambda: run.island("a").incarnation == before.incarnation + 1, "another incarnation")
+    run.until(lambda: run.island("a").incarnation > before.incarnation, "another incarnation")
+    starts = lambda: run.records("event", event="started", role="learner", island="a")  # noqa: E731
     started = run.until(
-        lambda: run.records("event", event="started", role="learner", island="a", incarnation=2),
-        "it has started",
+        lambda: [start for start in starts() if start["incarnation"] > before.incarnation], "it has started"
     )
     again = run.until_merged_again("a", since=started[0]["time"])
     assert_no_gap(run, "b", since, again)
     assert started[0]["reason"].startswith("initial weights, and optimizer moments of b, of ")
     assert started[0]["reason"].endswith(": there is no own checkpoint")
-    (told,) = run.records("event", event="moments", island="a", giver="b")
+    given = run.records("event", event="moments", island="a", giver="b")
+    (told,) = [event for event in given if event["time"] > since]
     assert "holds every fragment" in told["reason"] or "holds all but" in told["reason"]
-    sent = lambda: written(run, "status/agent.b.json")["moments_sent"]  # noqa: E731
-    run.until(lambda: sent() == 4, "a portion for each of its requests is told of", within_s=30)
+    run.until(lambda: sent() == sent_before + 4, "a portion for each of its requests is told of", within_s=60)
     assert run.island("a").pids.supervisor != before.pids.supervisor
 
 

@@ -22,7 +22,7 @@ from diloco_ds.rundir import SharedMemory
 
 pytestmark = pytest.mark.slow
 
-BUDGET, WARMUP = 300_000, 150_000
+BUDGET, WARMUP = 400_000, 200_000
 
 
 @pytest.fixture
@@ -125,7 +125,8 @@ def test_stopped_killed_and_finished(run):
     assert_store_equals(run, stopped)
     run.until_merged_again("a", "b")
     for name in "ab":
-        first = next(record for record in run.steps(name) if record["incarnation"] == 2)
+        again = lambda name=name: [each for each in run.steps(name) if each["incarnation"] == 2]  # noqa: E731
+        first = run.until(again, f"{name}'s first step is on record")[0]
         assert first["step"] > clocks[name]["step"]
         assert first["tokens"] > clocks[name]["tokens"]
     run.until(lambda: run.status().tokens > merged, "more is merged")

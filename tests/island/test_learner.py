@@ -151,7 +151,7 @@ def test_it_goes_on_where_it_stopped_and_drains(island):
     before = island.report()
     supervisor = island.supervise()
     island.wait_for(lambda: island.stepping(3))
-    first = next(step for step in island.steps() if step["incarnation"] == 3)
+    first = island.wait_for(lambda: [step for step in island.steps() if step["incarnation"] == 3])[0]
     assert first["step"] == before.report.step + 1
     assert first["tokens"] == before.report.tokens + STEP_TOKENS
     assert first["lr"] == 0
@@ -173,7 +173,7 @@ def test_every_second_of_a_step_is_accounted_for(island):
         for step in steps:
             assert sum(step["buckets"].values()) == pytest.approx(step["step_s"], rel=0.02)
         told = sum(step["step_s"] for step in steps[1:])
-        assert told == pytest.approx(steps[-1]["time"] - steps[0]["time"], rel=0.02, abs=0.02)
+        assert told == pytest.approx(steps[-1]["time"] - steps[0]["time"], rel=0.02, abs=0.2)
 
 
 def test_every_step_took_the_next_blocks_of_its_lease(island):

@@ -36,6 +36,7 @@ def start(tmp_path, incarnation=1, run_id=None):
     )
     wait_for(lambda: learner.find_processes(2))
     wait_for(lambda: len(learner.members()) == 5)
+    wait_for(lambda: log.read_text() == "started\n")
     return run_id, learner
 
 

@@ -121,6 +121,14 @@ report("drained", 3)
     assert "exit code 4; see" in second
 
 
+def test_the_same_failure_at_the_same_step_is_given_up_in_the_end(run, monkeypatch):
+    """Three starts here; it makes steps each time, and gets no further."""
+    code, status = supervise(run, monkeypatch, 'steps(3); time.sleep(2); raise ValueError("too large")')
+    assert (code, status["state"], status["incarnation"]) == (supervisor.GIVEN_UP, "failed", 3)
+    assert status["reason"].startswith("3 times in a row the same failure, and no step beyond 3; the last: ")
+    assert "ValueError: too large; see " in status["reason"]
+
+
 @pytest.mark.parametrize(
     ("last_words", "expected"),
     [
@@ -138,9 +146,9 @@ import subprocess
 stuck = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 ranks = [
     subprocess.Popen([sys.executable, "-c", code], env={{**os.environ, "RANK": str(rank)}})
-    for rank, code in enumerate((stuck, "import time; time.sleep(2); print({last_words!r})"))
+    for rank, code in enumerate((stuck, "import time; time.sleep(5); print({last_words!r})"))
 ]
-steps(4)
+steps(20)
 [each.wait() for each in ranks]
 """
     monkeypatch.setattr(supervisor, "LAUNCHER_WITHIN_S", 0.5 if last_words else 600.0)
@@ -181,7 +189,7 @@ def test_a_hung_learner_is_killed_with_all_its_processes_and_started_again(run, 
 import signal, subprocess
 if incarnation == 1:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    steps(4)
+    steps(10)
     os.kill(os.getpid(), signal.SIGSTOP)
 report("drained", 9)
 """

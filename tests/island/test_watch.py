@@ -1,4 +1,4 @@
-from diloco_ds.island.watch import Restarts, StepRhythm
+from diloco_ds.island.watch import HUNG, Restarts, StepRhythm
 
 
 def stepped(rhythm, *times, first=1):
@@ -90,3 +90,21 @@ def test_the_same_error_three_times_before_a_step_is_enough():
     assert all(patient.ended(None, error) is not None for error in errors)
     assert patient.ended(3.0, "another") is not None
     assert patient.ended(3.0, "another") is not None  # it makes steps
+
+
+def test_the_same_failure_again_and_again_is_given_up_unless_it_gets_further():
+    restarts = Restarts()
+    assert all(restarts.ended(60.0, "no memory", 100) == 0 for _ in range(9))
+    assert restarts.ended(60.0, "no memory", 101) == 0  # a step further: it counts anew
+    assert all(restarts.ended(60.0, "no memory", 90) == 0 for _ in range(8))
+    assert restarts.ended(60.0, "no memory", 101) is None
+    assert restarts.why() == "10 times in a row the same failure, and no step beyond 101"
+
+
+def test_being_killed_is_no_failure_of_its_own():
+    restarts = Restarts()
+    assert all(restarts.ended(60.0, None, 100) == 0 for _ in range(100))
+    assert all(restarts.ended(60.0, HUNG, 100) == 0 for _ in range(9))
+    assert restarts.ended(60.0, None, 100) == 0  # killed in between
+    assert all(restarts.ended(60.0, HUNG, 100) == 0 for _ in range(9))
+    assert restarts.ended(60.0, HUNG, 100) is None
