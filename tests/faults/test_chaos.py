@@ -11,7 +11,7 @@ import pytest
 from failpoints import Failpoints
 from live_run import assert_no_gap, live_run, written
 
-from diloco_ds.core.events import GiveBack, Grant
+from diloco_ds.core.events import GiveBack, Grant, Stop
 from diloco_ds.core.tape import Entry, decode_all
 from diloco_ds.rundir import SharedMemory
 
@@ -244,7 +244,7 @@ def test_two_ctrl_c_end_it_at_once_and_leave_nothing_and_chaos_is_refused(run):
 
 def test_after_a_loss_a_leave_a_join_and_two_syncers_the_accounts_of_the_data_balance(run):
     """By the tape: blocks are leased to one island at a time, and what is neither leased nor free is merged."""
-    held, free, frontier, lost = {}, set(), 0, defaultdict(int)
+    held, free, frontier, lost, stands = {}, set(), 0, defaultdict(int), []
     for at, action in taped(run, Grant, GiveBack):
         if isinstance(action, Grant):
             blocks = set(range(action.start, action.start + action.size))
@@ -258,6 +258,7 @@ def test_after_a_loss_a_leave_a_join_and_two_syncers_the_accounts_of_the_data_ba
             held.pop(action.lease)
             free |= back
             lost[action.island, at] += action.trained
+        stands.append((at, len(free) - frontier))
     assert {island for island, _ in lost} >= {"a", "b"}
     rotation = (
         run.config.exchange.period * run.records("event", event="started", island="a")[0]["step_tokens"]
@@ -268,6 +269,9 @@ def test_after_a_loss_a_leave_a_join_and_two_syncers_the_accounts_of_the_data_ba
     assert ledger.merged + ledger.leased + ledger.free == ledger.epochs * ledger.epoch_blocks
     assert ledger.lost == 0
     assert ledger.merged > 0
-    assert ledger.free == len(free) + ledger.epochs * ledger.epoch_blocks - frontier
+    (stopped,) = [at for at, _ in taped(run, Stop)]
+    before = [stand for at, stand in stands if at < stopped - 1][-1:]  # the status file is half a second old
+    possible = before + [stand for at, stand in stands if at >= stopped - 1]
+    assert ledger.free - ledger.epochs * ledger.epoch_blocks in possible
     assert sum(lost.values()) <= ledger.trained_twice - ledger.reserve <= 5 * rotation
     assert run.command("replay", str(run.dir.root)).returncode == 0, "the ledger decides the same again"
