@@ -155,7 +155,7 @@ def _read_file(path: str) -> tuple[type[PreTrainedConfig], dict[str, Any]]:
         raise UserError(f"model.config_file: there is no file {path}")
     try:
         content = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if (
         not isinstance(content, dict)

@@ -85,7 +85,7 @@ def write_manifest(
 
 
 def read_manifest(run_dir: Path) -> dict[str, Any]:
-    """The manifest of the run in `run_dir`. UserError if there is none."""
+    """The manifest of the run in `run_dir`. UserError if there is none, or none that can be read."""
     path = RunDir(run_dir).manifest
     if not path.is_file():
         raise UserError(f"{run_dir} is no run directory: it holds no manifest.json")
@@ -93,6 +93,8 @@ def read_manifest(run_dir: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path} is damaged: no JSON ({error})") from None
+    if not isinstance(manifest, dict) or "run_id" not in manifest:
+        raise UserError(f"{path} is no manifest of a run: it names no run_id")
     return manifest
 
 

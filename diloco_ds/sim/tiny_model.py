@@ -109,12 +109,12 @@ class Text:
 
     def __init__(self, *kinds: bytes) -> None:
         size = min(len(data) for data in kinds)
+        if int(_HELDOUT_SHARE * size) < 2 * (LENGTH + 1):
+            raise UserError(f"a text of {size} bytes is too short: at least {20 * (LENGTH + 1)} are needed")
         values = [torch.frombuffer(bytearray(data[:size]), dtype=torch.uint8) for data in kinds]
         cut = size - int(_HELDOUT_SHARE * size)
         self._train = torch.cat([each[:cut] for each in values])
         self._heldout = torch.cat([each[cut:] for each in values])
-        if size - cut < 2 * (LENGTH + 1):
-            raise UserError(f"a text of {size} bytes is too short: at least {20 * (LENGTH + 1)} are needed")
 
     def batch(self, shard: int, shards: int, rows: int, generator: torch.Generator) -> Tensor:
         """`rows` examples from anywhere in a learner's shard; int64 [rows, LENGTH + 1]."""

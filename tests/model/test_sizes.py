@@ -71,7 +71,12 @@ def test_a_file_and_a_checkpoint_directory_are_counted_alike(tmp_path):
 
 
 def test_an_unknown_name_and_a_broken_directory_are_one_line(tmp_path, capsys):
-    for name, says in (("gemma5", "none of deepseek-v3-tiny, "), (str(tmp_path), "cannot be read")):
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    for name, says in (
+        ("gemma5", "none of deepseek-v3-tiny, "),
+        (str(tmp_path), "cannot be read"),
+        (str(tmp_path / "binary.yaml"), "not valid YAML"),
+    ):
         assert main(["models", name]) == 2
         error = capsys.readouterr().err
         assert says in error

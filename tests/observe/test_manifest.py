@@ -88,6 +88,18 @@ def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "\xff"])
+def test_a_file_that_is_no_manifest_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
+    for arguments in (["status"], ["stop"], ["report"], ["train", "--resume"]):
+        assert main([*arguments, str(tmp_path)]) == 2
+        said = capsys.readouterr().err
+        assert str(tmp_path / "manifest.json") in said
+        assert said.count("\n") == 1
+
+
 def test_run_ids_are_unique() -> None:
     assert len({new_run_id() for _ in range(200)}) == 200
 
