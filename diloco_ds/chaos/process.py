@@ -22,7 +22,7 @@ from diloco_ds.rundir import RunDir
 POLL_S = 0.2
 
 
-class Stop:
+class EndRequest:
     """Whether somebody asked this process to end: SIGTERM or Ctrl-C."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ def already_done(run: RunDir) -> int:
 
 def main(arguments: list[str]) -> int:
     """Inject the schedule of the run in `arguments`; exit code 2 for what the user can put right."""
-    run, stop = RunDir(Path(arguments[0])), Stop()
+    run, stop = RunDir(Path(arguments[0])), EndRequest()
     try:
         schedule = load_schedule(run.chaos, islands_of(run))
     except UserError as error:

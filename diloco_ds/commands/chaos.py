@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Inject, and wait until every fault is over. 1 if none found its target."""
     from diloco_ds.chaos.injector import Injector, islands_of
-    from diloco_ds.chaos.process import Stop
+    from diloco_ds.chaos.process import EndRequest
     from diloco_ds.rundir import RunDir
 
     run_dir = RunDir(arguments.run_dir.resolve())
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(schedule.to_yaml(), end="")
         return 0
     injector = Injector(run_dir, schedule, _show_json if arguments.json else _show)
-    injector.run(Stop())
+    injector.run(EndRequest())
     return FAILED if injector.missed and not injector.injected else 0
 
 

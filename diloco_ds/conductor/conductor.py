@@ -16,7 +16,7 @@ from diloco_ds.conductor import ending, lock, marks
 from diloco_ds.conductor.closing import Closing
 from diloco_ds.conductor.elsewhere import host_of
 from diloco_ds.conductor.evaluations import Evaluations
-from diloco_ds.conductor.joining import Members
+from diloco_ds.conductor.joining import Turnover
 from diloco_ds.conductor.part import Part
 from diloco_ds.conductor.parts import Parts
 from diloco_ds.conductor.screen import Screen
@@ -52,7 +52,7 @@ class Conductor:
         self._elsewhere = not islands
         self._hosts: dict[str, str] = {}  # of islands elsewhere, as the links know them
         self._parts = Parts.of(run, config, islands=islands)
-        self._members = Members(run, self._parts, islands=islands)
+        self._turnover = Turnover(run, self._parts, islands=islands)
         self._evaluations = Evaluations(run, self._run_id, self._tell)
         self._screen = Screen(run, console)
         self._started = time.time()
@@ -152,7 +152,7 @@ class Conductor:
                 self._hosts[name] = host
 
     def _look_after_members(self) -> None:
-        for island, happened in self._members.poll():
+        for island, happened in self._turnover.poll():
             self._tell(happened, f"island {island} has {happened}", island=island)
             self._write_status()
 

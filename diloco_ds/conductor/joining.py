@@ -73,7 +73,7 @@ def leave(run: RunDir, island: str) -> None:
     membership.ask_to_leave(run, island)
 
 
-class Members:
+class Turnover:
     """The conductor's part: starts the parts of islands that have joined, ends those of islands that have left."""
 
     def __init__(self, run: RunDir, parts: Parts, *, islands: bool) -> None:

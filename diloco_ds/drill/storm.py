@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from diloco_ds.drill.comeback import comebacks, summary
 from diloco_ds.drill.outages import Interval, down, outages, overlap
-from diloco_ds.drill.recovery import recoveries, summary
 from diloco_ds.drill.told import Pace, Told
 from diloco_ds.errors import UserError
 from diloco_ds.observe.status_files import LedgerFile
@@ -43,7 +43,7 @@ def measure(storm: Told, calm: Told | None, ledger: LedgerFile | None = None) ->
     paces = calm_paces(storm, calm)
     its_outages = outages(storm)
     spans = {island: down(its_outages, island) for island in paces}
-    back = [each for each in recoveries(storm, its_outages) if begin <= each.begin]
+    back = [each for each in comebacks(storm, its_outages) if begin <= each.begin]
     faults = [event for event in storm.chaos if event["event"] == "fault"]
     result = {
         "seconds": end - begin,

@@ -22,7 +22,7 @@ from diloco_ds.island.completion import Completion
 from diloco_ds.island.routing import Routing
 from diloco_ds.island.slices import How
 from diloco_ds.island.timing import Laps
-from diloco_ds.island.transfer import Transfer
+from diloco_ds.island.transfer import DeviceCopy
 
 NOTHING = -1
 _PIECES_SIZE = 2 * PIECES
@@ -115,13 +115,13 @@ class Ranks(Protocol):
 
     def broadcast_wait(self) -> list[int]: ...
 
-    def write_fragment(self, fragment: int, out: Tensor) -> Transfer: ...
+    def write_fragment(self, fragment: int, out: Tensor) -> DeviceCopy: ...
 
-    def write_moments(self, portion: int, out: Tensor) -> Transfer: ...
+    def write_moments(self, portion: int, out: Tensor) -> DeviceCopy: ...
 
     def adopt_fragment(
         self, fragment: int, source: Tensor, how: How, alpha: float, snapshot: Tensor | None
-    ) -> Transfer: ...
+    ) -> DeviceCopy: ...
 
 
 class Boundary:
@@ -173,14 +173,14 @@ class Boundary:
             self._completion.boundary(transfers, finish)
         self._laps.lap("complete")
 
-    def _answer(self, fragment: int) -> list[Transfer]:
+    def _answer(self, fragment: int) -> list[DeviceCopy]:
         transfers = [self._ranks.write_fragment(fragment, self._outbox.begun(fragment))]
         if self._routing is not None:
             transfers += self._routing.answer(fragment)
         failpoint("learner.written")
         return transfers
 
-    def _adopt(self, fragment: int, adopt: Adopt) -> Transfer:
+    def _adopt(self, fragment: int, adopt: Adopt) -> DeviceCopy:
         if self._routing is not None:
             self._routing.adopted(fragment, keeps=self._how == "rebase")
         source = _needed(self._inbox.payload(fragment, adopt.version), fragment, adopt.version)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diloco_ds.exchange.mapping import PAGE, WORD, aligned, create_mapped_file, fence, map_file
-from diloco_ds.island.transfer import Transfer
+from diloco_ds.island.transfer import DeviceCopy
 
 _MAGIC = int.from_bytes(b"DDS-BRD\0", "little")
 _FORMAT = 1
@@ -57,14 +57,14 @@ class Completion:
         self._board, self._rank = board, rank
         self._boundary = 0
         self._given = self._finished = 0  # boundaries given to the thread, and those it has finished
-        self._jobs: queue.SimpleQueue[tuple[int, Sequence[Transfer], Callable[[], None] | None] | None] = (
+        self._jobs: queue.SimpleQueue[tuple[int, Sequence[DeviceCopy], Callable[[], None] | None] | None] = (
             queue.SimpleQueue()
         )
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._follow, name="completion", daemon=True)
         self._thread.start()
 
-    def boundary(self, transfers: Sequence[Transfer], finish: Callable[[], None] | None) -> None:
+    def boundary(self, transfers: Sequence[DeviceCopy], finish: Callable[[], None] | None) -> None:
         """The copies of the next boundary; every rank calls this at every boundary at which there are any.
 
         `finish` (rank 0's, None on the others) is called once they are done on all ranks: here, if they are,
@@ -97,7 +97,7 @@ class Completion:
         self._jobs.put(None)
         self._thread.join()
 
-    def _done(self, boundary: int, transfers: Sequence[Transfer]) -> bool:
+    def _done(self, boundary: int, transfers: Sequence[DeviceCopy]) -> bool:
         """Move this rank's word when its copies are done; whether nothing is left to wait for."""
         if not all(transfer.done() for transfer in transfers):
             return False

@@ -29,7 +29,7 @@ from diloco_ds.island.inner_state import InnerState, read_weights, together
 from diloco_ds.island.portioned_moments import OwnMoments, PortionedMoments
 from diloco_ds.island.slices import How, Ranks, adopt, find_slices, undo_first_step
 from diloco_ds.island.timing import StepResult, StepTimer
-from diloco_ds.island.transfer import HostMemory, Transfer
+from diloco_ds.island.transfer import DeviceCopy, HostMemory
 from diloco_ds.model.build import travelling_parameters
 from diloco_ds.model.experts import ExpertLayer, RoutedTokens, expert_modules
 from diloco_ds.model.initial import WEIGHTS, empty_model
@@ -187,7 +187,7 @@ class Engine:
 
     # --- fragments ---
 
-    def write_fragment(self, fragment: int, out: Tensor) -> Transfer:
+    def write_fragment(self, fragment: int, out: Tensor) -> DeviceCopy:
         """Copy this rank's part of the fp32 masters into `out`, the flat fp32 fragment in host memory. The
         fragment is whole when the transfers of all ranks are done; each element is written by exactly one.
         Waits for nobody.
@@ -201,7 +201,7 @@ class Engine:
         how: How = "overwrite",
         alpha: float = 0.0,
         snapshot: Tensor | None = None,
-    ) -> Transfer:
+    ) -> DeviceCopy:
         """Write the flat fp32 fragment `source` (host memory) into this rank's masters and into all
         parameters its next forward pass uses.
 
@@ -225,7 +225,7 @@ class Engine:
         """What this island could give; None before the first step, and where the optimizer is not Adam or its kin."""
         return self._moments().own()
 
-    def write_moments(self, portion: int, out: Tensor) -> Transfer:
+    def write_moments(self, portion: int, out: Tensor) -> DeviceCopy:
         """Copy this rank's part of a portion of the moments into `out`, its flat fp32 values in host memory. As
         `write_fragment`.
         """

@@ -42,7 +42,7 @@ LONGEST_SAVE_S = 600.0
 """A save that takes longer is no longer spoken for: the supervisor then counts its silence."""
 
 
-class Stop:
+class StopRequest:
     """Whether somebody asked this process to end (SIGTERM). Ctrl-C is the conductor's business."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Learner:
         batches: Batches,
         completion: Completion,
         zero: RankZero | None,
-        stop: Stop,
+        stop: StopRequest,
         routing: Routing | None = None,
     ) -> None:
         assert run.mailbox.inbox is not None
@@ -155,7 +155,7 @@ class Learner:
             zero.saved(tag, self._saving, failure)
 
 
-def learn(run: OpenRun, stop: Stop) -> None:
+def learn(run: OpenRun, stop: StopRequest) -> None:
     """Start this rank, go on from where the island was, train to the end, and leave the other ranks."""
     lead = log = None
     if run.rank == 0:
@@ -280,7 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("island")
     given = parser.parse_args(arguments)
-    stop = Stop()
+    stop = StopRequest()
     try:
         learn(OpenRun(given.run_dir, given.island), stop)
     except UserError as error:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diloco_ds.exchange.mapping import PAGE, WORD, aligned, create_mapped_file, map_file
-from diloco_ds.island.transfer import HostMemory, Transfer
+from diloco_ds.island.transfer import DeviceCopy, HostMemory
 from diloco_ds.model.experts import RoutedTokens
 
 _MAGIC = int.from_bytes(b"DDS-RTD\0", "little")
@@ -68,7 +68,7 @@ class Routing:
     def __init__(self, routed: RoutedTokens, board: RoutingBoard, host: HostMemory, rank: int) -> None:
         self._routed, self._board, self._host, self._rank = routed, board, host, rank
 
-    def answer(self, fragment: int) -> list[Transfer]:
+    def answer(self, fragment: int) -> list[DeviceCopy]:
         """Write this rank's counts of a fragment that is being answered; no transfer where it has no experts."""
         counts = self._routed.answered(fragment)
         return [] if counts is None else [self._host.bring(counts, self._board.row(self._rank, fragment))]

@@ -16,7 +16,7 @@ from diloco_ds.errors import UserError
 from diloco_ds.island.slices import Slice
 
 
-class Transfer:
+class DeviceCopy:
     """One copy under way. The host memory it reads or writes must be left alone until it is done. `source` is kept for it:
     device memory that is given free is used again while another stream still reads it.
     """
@@ -43,43 +43,43 @@ class HostMemory:
         self._pinned: list[int] = []
 
     @torch.no_grad()
-    def take(self, slices: Iterable[Slice], out: Tensor) -> Transfer:
+    def take(self, slices: Iterable[Slice], out: Tensor) -> DeviceCopy:
         """Copy `slices` into their ranges of `out`, a flat fp32 fragment in host memory."""
         if self._stream is None:
             _copy_out(slices, out)
-            return Transfer(None)
+            return DeviceCopy(None)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             _copy_out(slices, out)
             self._reading = torch.cuda.Event()
             self._reading.record()
-        return Transfer(self._reading)
+        return DeviceCopy(self._reading)
 
     @torch.no_grad()
-    def bring(self, values: Tensor, out: Tensor) -> Transfer:
+    def bring(self, values: Tensor, out: Tensor) -> DeviceCopy:
         """Copy `values`, which nobody writes to any more, into `out` in host memory."""
         if self._stream is None:
             out.copy_(values)
-            return Transfer(None)
+            return DeviceCopy(None)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             out.copy_(values, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        return Transfer(event, values)
+        return DeviceCopy(event, values)
 
     def hold_writers(self) -> None:
         """Whatever the main stream does next waits, on the device, for the copies that still read masters."""
         if self._reading is not None:
             torch.cuda.current_stream().wait_event(self._reading)
 
-    def mark(self) -> Transfer:
+    def mark(self) -> DeviceCopy:
         """A transfer that is done when all that was given to the main stream so far is."""
         if self._stream is None:
-            return Transfer(None)
+            return DeviceCopy(None)
         event = torch.cuda.Event()
         event.record()
-        return Transfer(event)
+        return DeviceCopy(event)
 
     def pin(self, address: int, nbytes: int) -> None:
         """Page-lock a mapped range so that the GPU copies to and from it directly; on a CPU there is nobody

@@ -3,8 +3,8 @@
 import pytest
 from drill_told_run import evaluation, fault, merge, phase, restart, steps, told
 
+from diloco_ds.drill.comeback import comebacks
 from diloco_ds.drill.outages import Outage, down, outages, overlap
-from diloco_ds.drill.recovery import recoveries
 from diloco_ds.drill.storm import measure
 from diloco_ds.errors import UserError
 from diloco_ds.observe.status_files import LedgerFile
@@ -143,8 +143,8 @@ def test_recovery_counts_from_the_last_of_several_hits_to_an_answer_in_time():
     )
     found = {
         (each.hit, each.island): each.seconds
-        for each in recoveries(story, outages(story))
+        for each in comebacks(story, outages(story))
         if each.hit != "link"
     }
     assert found == {("learner", "a"): 4.5, ("syncer", None): 5.0, ("supervisor", "a"): float("inf")}
-    assert [each.seconds for each in recoveries(story, outages(story)) if each.hit == "link"] == [3.0, 2.0]
+    assert [each.seconds for each in comebacks(story, outages(story)) if each.hit == "link"] == [3.0, 2.0]

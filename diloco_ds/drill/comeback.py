@@ -14,7 +14,7 @@ LINK_PARTS = ("agent", "proxy", "mpirun")
 
 
 @dataclass(frozen=True)
-class Recovery:
+class Comeback:
     """`seconds` from the death of `hit` (learner, link, supervisor, syncer), or from the end of what held a link, to
     the first merge afterwards; infinity if there was none.
     """
@@ -30,55 +30,55 @@ class Recovery:
         return self.begin + self.seconds
 
 
-def recoveries(told: Told, outages: list[Outage]) -> list[Recovery]:
+def comebacks(told: Told, outages: list[Outage]) -> list[Comeback]:
     """One for every fault that something had to recover from, in the order of the faults.
 
     Where the same thing was hit again before it had recovered, only the last of these faults counts.
     """
     found = []
     for fault in told.chaos:
-        if fault["event"] == "fault" and (recovery := _recovery(told, outages, fault)) is not None:
-            found.append(recovery)
+        if fault["event"] == "fault" and (comeback := _comeback(told, outages, fault)) is not None:
+            found.append(comeback)
     return [each for each in found if not _hit_again(each, found)]
 
 
-def summary(recoveries: list[Recovery]) -> dict[str, Any]:
+def summary(comebacks: list[Comeback]) -> dict[str, Any]:
     """Median and longest, of all and of each kind of victim; `not_back`: those that never were."""
-    kinds = dict.fromkeys(each.hit for each in recoveries)
-    by_victim = {kind: _numbers([each for each in recoveries if each.hit == kind]) for kind in kinds}
-    return {**_numbers(recoveries), "by_victim": by_victim}
+    kinds = dict.fromkeys(each.hit for each in comebacks)
+    by_victim = {kind: _numbers([each for each in comebacks if each.hit == kind]) for kind in kinds}
+    return {**_numbers(comebacks), "by_victim": by_victim}
 
 
-def _numbers(recoveries: list[Recovery]) -> dict[str, Any]:
-    seconds = [each.seconds for each in recoveries if each.seconds < float("inf")]
+def _numbers(comebacks: list[Comeback]) -> dict[str, Any]:
+    seconds = [each.seconds for each in comebacks if each.seconds < float("inf")]
     return {
-        "n": len(recoveries),
+        "n": len(comebacks),
         "median": statistics.median(seconds) if seconds else None,
         "max": max(seconds, default=None),
-        "not_back": len(recoveries) - len(seconds),
+        "not_back": len(comebacks) - len(seconds),
     }
 
 
-def _recovery(told: Told, outages: list[Outage], fault: Record) -> Recovery | None:
+def _comeback(told: Told, outages: list[Outage], fault: Record) -> Comeback | None:
     island, begin = fault.get("island"), float(fault["time"])
     if fault["target"] == "syncer" and fault["fault"] in ("kill", "syncer"):
-        return Recovery("syncer", None, begin, _syncer_back(told, begin) - begin)
+        return Comeback("syncer", None, begin, _syncer_back(told, begin) - begin)
     if island is None:
         return None
     if kills_learner(fault):
         back = next(each.end for each in outages if (each.island, each.begin) == (island, begin))
-        return Recovery("learner", island, begin, _merged_after(told, island, back) - begin)
+        return Comeback("learner", island, begin, _merged_after(told, island, back) - begin)
     part = fault["target"].partition(".")[2]
     if fault["fault"] == "link" or (fault["fault"] == "kill" and part in LINK_PARTS):
         back = _started_again(told, "link", island, begin)
-        return Recovery("link", island, begin, _merged_after(told, island, back) - begin)
+        return Comeback("link", island, begin, _merged_after(told, island, back) - begin)
     if fault["fault"] == "kill" and part == "supervisor":
         back = _started_again(told, "supervisor", island, begin)
-        return Recovery("supervisor", island, begin, _merged_after(told, island, back) - begin)
+        return Comeback("supervisor", island, begin, _merged_after(told, island, back) - begin)
     if fault["fault"] == "cut" or (fault["fault"] == "hang" and part in LINK_PARTS):
         over = over_at(told, fault)
         return (
-            Recovery("link", island, over, _merged_after(told, island, over) - over)
+            Comeback("link", island, over, _merged_after(told, island, over) - over)
             if over < float("inf")
             else None
         )
@@ -104,9 +104,9 @@ def _started_again(told: Told, role: str, island: str, moment: float) -> float:
     return float("inf")
 
 
-def _hit_again(recovery: Recovery, among: list[Recovery]) -> bool:
+def _hit_again(comeback: Comeback, among: list[Comeback]) -> bool:
     return any(
-        (other.hit, other.island) == (recovery.hit, recovery.island)
-        and recovery.begin < other.begin < recovery.end
+        (other.hit, other.island) == (comeback.hit, comeback.island)
+        and comeback.begin < other.begin < comeback.end
         for other in among
     )
