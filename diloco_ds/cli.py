@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import NoReturn
 
 import diloco_ds
-from diloco_ds import commands
+from diloco_ds import commands, program
 from diloco_ds.errors import UserError
 
 USER_ERROR = 2
@@ -39,9 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     When whoever read the output is gone (`| head`), the command ends without a word.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        with program.loading_as_it_goes():
+            return main(sys.argv[1:])
     try:
-        code = _run(arguments)
+        code = _run(list(arguments))
         sys.stdout.flush()  # here, where a closed pipe is expected, not at exit
         return code
     except UserError as error:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from diloco_ds import program
 from diloco_ds.conductor.elsewhere import host_of, link_arguments
 from diloco_ds.conductor.part import Command, Endings, Part
 from diloco_ds.config import RunConfig
@@ -118,6 +118,6 @@ def _module(name: str, run: RunDir, *arguments: str) -> Callable[[], Command]:
 
 
 def module_command(name: str, run: RunDir, *arguments: str) -> Command:
-    """argv and environment of `python -m NAME RUN_DIR ARGUMENTS...`."""
+    """argv and environment of the program NAME RUN_DIR ARGUMENTS..."""
     environment = {**clean_environment(os.environ), "PYTHONUNBUFFERED": "1"}
-    return [sys.executable, "-m", name, str(run.root), *arguments], environment
+    return program.command(name, str(run.root), *arguments), environment

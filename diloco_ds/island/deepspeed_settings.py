@@ -8,10 +8,10 @@ import copy
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from diloco_ds import program
 from diloco_ds.errors import UserError
 from diloco_ds.exchange.link_launch import clean_environment
 
@@ -148,7 +148,7 @@ def _check_expert_parallel(settings: Mapping[str, Any]) -> None:
 def ask_deepspeed(islands: Sequence[tuple[str, Mapping[str, Any], int]]) -> None:
     """UserError for what DeepSpeed itself refuses; `islands`: name, DeepSpeed config and ranks of each. Takes 2 s."""
     done = subprocess.run(
-        [sys.executable, "-m", "diloco_ds.island.engine_check"],
+        program.command("diloco_ds.island.engine_check"),
         input=json.dumps(list(islands)),
         env=clean_environment(os.environ),
         capture_output=True,

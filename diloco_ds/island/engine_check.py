@@ -96,7 +96,7 @@ def _kinds(kind: type[Any]) -> list[type[Any]]:
     return [kind, *(deeper for child in kind.__subclasses__() for deeper in _kinds(child))]
 
 
-def main() -> int:
+def main(_arguments: list[str]) -> int:
     """Check the islands on standard input; the exit code."""
     for island, settings, ranks in json.load(sys.stdin):
         try:
@@ -108,4 +108,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from diloco_ds import program
 from diloco_ds.config import RunConfig
 from diloco_ds.errors import UserError
 
@@ -32,7 +33,7 @@ def launch_command(
         *where,
         *("--hostfile", os.devnull),  # this host only, whatever lies at DeepSpeed's default place
         *("--master_addr", "127.0.0.1", "--master_port", str(settings.master_port or free_port())),
-        *("--no_local_rank", "--module", module, str(run_dir), island),
+        *("--no_local_rank", "--module", program.__name__, module, str(run_dir), island),
     ]
 
 

@@ -1,6 +1,6 @@
 """The learner: one rank of an island's DeepSpeed job. Its loop is a batch, a step, a boundary.
 
-    deepspeed --num_gpus N --master_port P --module diloco_ds.island.learner RUN_DIR ISLAND
+    deepspeed --num_gpus N --master_port P --module diloco_ds.program diloco_ds.island.learner RUN_DIR ISLAND
 
 Started and watched by the supervisor (island/supervisor.py). Exit code 0 after it drained or stopped as it
 was asked to, 2 where it cannot run as configured.

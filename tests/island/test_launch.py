@@ -30,7 +30,7 @@ def test_the_command_is_deepspeeds_own_launcher_on_this_host(tmp_path):
     assert command[0].endswith("deepspeed")
     assert command[1:3] == ["--num_gpus", "1"]
     assert command[command.index("--master_port") + 1] == "29777"
-    assert command[-3:] == ["diloco_ds.island.learner", str(tmp_path), "b"]
+    assert command[-4:] == ["diloco_ds.program", "diloco_ds.island.learner", str(tmp_path), "b"]
 
 
 def test_gpus_are_named_one_by_one(tmp_path):
