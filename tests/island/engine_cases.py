@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from diloco_ds import program
 from diloco_ds.island.launch import free_port
 
-LAUNCHER = Path(sys.executable).with_name("deepspeed")
-SCRIPT = Path(__file__).with_name("engine_ranks.py")
+TESTS = Path(__file__).parents[1]
 PRECISIONS = {  # DeepSpeed's settings, and how far the loss may be from transformers' own in fp32
     "fp32": ({}, 1e-4),
     "bf16": ({"bf16": {"enabled": True}}, 0.05),
@@ -56,19 +56,27 @@ def case(
     }
 
 
+def launch_ranks(module, ranks, *arguments):
+    """Run `module` (of tests/) on `ranks` ranks under the `deepspeed` launcher to its end, loaded as a learner is."""
+    launcher = Path(sys.executable).with_name("deepspeed")
+    done = subprocess.run(
+        [
+            launcher,
+            *("--num_gpus", str(ranks), "--master_port", str(free_port()), "--no_local_rank"),
+            *("--module", program.__name__, module, *arguments),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def run_ranks(cases, ranks, directory):
     """What each of `ranks` ranks saw of each case (engine_ranks.py): [rank][case][check]."""
     (directory / "cases.json").write_text(json.dumps(cases))
-    command = [LAUNCHER, "--num_gpus", str(ranks), "--master_port", str(free_port())]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        [*command, "--no_local_rank", SCRIPT, directory],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch_ranks("island.engine_ranks", ranks, directory)
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 

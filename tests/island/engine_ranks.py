@@ -1,18 +1,17 @@
 """What one rank of test_engine.py and test_expert_parallel.py does: starts an Engine for every case and writes what it saw
 as JSON.
 
-Started by the `deepspeed` launcher: engine_ranks.py DIRECTORY, which holds cases.json, a list of
+Started by engine_cases.launch_ranks with DIRECTORY, which holds cases.json, a list of
 engine_cases.case(...). Values are compared with what DeepSpeed's own functions say of masters, parameters and
 moments, which gather over the ranks.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import torch
-from engine_island import Island, equal, flat, in_place, noise, small_model
-from expert_checks import identity, routed, same_outer_gradients
+from island.engine_island import Island, equal, flat, in_place, noise, small_model
+from island.expert_checks import identity, routed, same_outer_gradients
 from torch import distributed
 
 from diloco_ds.errors import UserError
@@ -157,8 +156,8 @@ CHECKS = {
 }
 
 
-def main():
-    directory = Path(sys.argv[1])
+def main(arguments):
+    directory = Path(arguments[0])
     seen = {}
     for case in json.loads((directory / "cases.json").read_text()):
         own = directory / case["name"]
@@ -168,7 +167,4 @@ def main():
     (directory / f"rank{distributed.get_rank()}.json").write_text(json.dumps(seen))
     distributed.barrier()
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

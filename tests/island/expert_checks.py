@@ -3,7 +3,7 @@ the experts were whole.
 """
 
 import torch
-from engine_island import EXPERTS, Island, equal, flat, layout_of, small_model
+from island.engine_island import EXPERTS, Island, equal, flat, layout_of, small_model
 from safetensors.torch import save_file
 from torch import distributed
 from transformers import AutoModelForCausalLM

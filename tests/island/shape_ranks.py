@@ -3,11 +3,10 @@ holds tasks.json, a list of `Task` as dicts; what each saw goes to DIRECTORY/RES
 """
 
 import json
-import sys
 from pathlib import Path
 
 import torch
-from engine_island import LENGTH, VOCABULARY, Island, equal, rounded
+from island.engine_island import LENGTH, VOCABULARY, Island, equal, rounded
 from torch import distributed
 
 BATCH = 4  # sequences of a step, over all ranks
@@ -90,8 +89,8 @@ def carry_out(task, directory):
     return seen
 
 
-def main():
-    directory, results = Path(sys.argv[1]), sys.argv[2]
+def main(arguments):
+    directory, results = Path(arguments[0]), arguments[1]
     seen = {}
     for task in json.loads((directory / "tasks.json").read_text()):
         seen[task["name"]] = carry_out(task, directory)
@@ -99,7 +98,4 @@ def main():
         (directory / f"{results}.json").write_text(json.dumps(seen))
     distributed.barrier()
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -4,20 +4,13 @@ through all of it; what each saw is a test here.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-from diloco_ds.island.launch import free_port
+from island.engine_cases import launch_ranks
 
 pytestmark = pytest.mark.slow
 
-LAUNCHER = Path(sys.executable).with_name("deepspeed")
-SCRIPT = Path(__file__).with_name("shape_ranks.py")
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
 SGD = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
@@ -116,15 +109,7 @@ def seen(directory):
     seen = {}
     for number, (ranks, tasks) in enumerate(LAUNCHES):
         (directory / "tasks.json").write_text(json.dumps(tasks))
-        command = [LAUNCHER, "--num_gpus", str(ranks), "--master_port", str(free_port()), "--no_local_rank"]
-        done = subprocess.run(
-            [*command, SCRIPT, directory, f"launch{number}"],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        launch_ranks("island.shape_ranks", ranks, directory, f"launch{number}")
         seen |= json.loads((directory / f"launch{number}.json").read_text())
     return seen
 
