@@ -22,6 +22,7 @@ _MAY_CHANGE = (
     *("deepspeed", "observe"),
     *(
         "trainer.checkpoint_every_s",
+        "trainer.checkpoint_in_background",
         "trainer.loss_chunk",
         "trainer.activation_checkpointing",
         "trainer.compile",

@@ -279,12 +279,15 @@ class Trainer(Block):
         description="transformers scheduler name (get_scheduler) for the inner learning rate, over global tokens.",
     )
     scheduler_args: dict[str, Any] = Field(
-        {}, description="Further arguments of the scheduler (scheduler_specific_kwargs)."
+        {}, description="Its further arguments (scheduler_specific_kwargs)."
     )
-    warmup_tokens: int = Field(
-        0, ge=0, description="Global tokens over which the learning rate rises from 0."
-    )
+    warmup_tokens: int = Field(0, ge=0, description="Global tokens over which the learning rate rises.")
     checkpoint_every_s: float = Field(120.0, gt=0, description="Seconds between an island's own checkpoints.")
+    checkpoint_in_background: bool = Field(
+        True,
+        description="Copy what a checkpoint holds to host memory, 12 bytes for each weight whose master a rank holds, and "
+        "write it while training goes on. false: no copy, and the island's steps wait until it is written.",
+    )
     moments_within_s: float = Field(
         30.0,
         ge=0,
@@ -296,9 +299,7 @@ class Trainer(Block):
         description="Tokens for which the loss over the vocabulary is computed at a time. Takes about 8 bytes for each of "
         "them and each entry of the vocabulary: 8 GiB with 256k entries.",
     )
-    activation_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass (transformers' own)."
-    )
+    activation_checkpointing: bool = Field(False, description="Recompute activations (transformers' own).")
     compile: bool = Field(False, description="torch.compile the model (DeepSpeed engine.compile).")
     least_step_s: float = Field(
         0.0,

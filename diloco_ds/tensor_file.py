@@ -61,7 +61,7 @@ class TensorFile:
 
     @classmethod
     def create(cls, path: Path, tensors: Mapping[str, Stored]) -> TensorFile:
-        """A new file for `tensors`, open for writing; their values are undefined until they are written.
+        """A new file for `tensors`, open for writing; their values are zero until they are written.
         OSError if it exists or the disk has no room for it.
         """
         header = _header(tensors)

@@ -4,10 +4,12 @@ preflight's engine_check.py imports DeepSpeed beside it.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +27,13 @@ from diloco_ds.exchange.failpoint import failpoint
 from diloco_ds.island.deepspeed_settings import expert_parallel_size, prepared
 from diloco_ds.island.experts import WHOLE, Division, check_division, divide_experts
 from diloco_ds.island.first_weights import fill, make_low_precision
-from diloco_ds.island.inner_state import InnerState, read_weights, together
+from diloco_ds.island.inner_snapshot import Snapshot, together
+from diloco_ds.island.inner_state import InnerState, read_weights
 from diloco_ds.island.portioned_moments import OwnMoments, PortionedMoments
 from diloco_ds.island.slices import How, Ranks, adopt, find_slices, undo_first_step
 from diloco_ds.island.timing import StepResult, StepTimer
 from diloco_ds.island.transfer import DeviceCopy, HostMemory
+from diloco_ds.island.writing import Writing
 from diloco_ds.model.build import travelling_parameters
 from diloco_ds.model.experts import ExpertLayer, RoutedTokens, expert_modules
 from diloco_ds.model.initial import WEIGHTS, empty_model
@@ -71,6 +75,7 @@ class Engine:
         self.routed: RoutedTokens | None = None
         """Tokens of each expert, where they are counted."""
         self._group = distributed.new_group(backend="gloo")
+        self._saving_group = distributed.new_group(backend="gloo")  # for the threads that write checkpoints
         self._decision: tuple[Any, Tensor] | None = None
         self._taking: PortionedMoments | None = None
         self._ranks = Ranks(
@@ -255,31 +260,41 @@ class Engine:
 
     # --- checkpoints ---
 
-    def save(self, directory: Path, tag: str, client_state: dict[str, Any]) -> None:
-        """Write a checkpoint `directory`/`tag` with masters, moments and `client_state` (JSON-able); it appears
-        whole or not at all. Waits for the other ranks. OSError on all of them if the disk does not take it.
+    def save(self, directory: Path, tag: str, client_state: dict[str, Any], background: bool) -> Writing:
+        """Begin to write a checkpoint `directory`/`tag` with masters and moments as they are now, and `client_state`
+        (JSON-able); it appears whole or not at all. With `background` all of it is copied to host memory and written while
+        training goes on; else it is written when this returns. The one before must have been waited for.
         """
-        partial = directory / f".{tag}.partial"
+        snapshot = InnerState(self._engine, self._layout, self._slices).snapshot(
+            self.host if background else None
+        )
+        state = copy.deepcopy(client_state)
+        work = partial(self._write, snapshot, directory / f".{tag}.partial", directory / tag, state)
+        return Writing(work, background)
+
+    def _write(
+        self, snapshot: Snapshot, unfinished: Path, target: Path, client_state: dict[str, Any]
+    ) -> None:
         try:
-            self._inner_state().write(partial, self.rank, self._gather, self._shape())
+            snapshot.write(unfinished, self.rank, self._gather, self._shape())
             failpoint("learner.saving")
-            together(self._gather, lambda: self._publish(partial, directory / tag, client_state))
+            together(self._gather, lambda: self._publish(unfinished, target, client_state))
         except OSError:
             if self.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(unfinished, ignore_errors=True)
             raise
 
-    def _publish(self, partial: Path, target: Path, client_state: dict[str, Any]) -> None:
+    def _publish(self, unfinished: Path, target: Path, client_state: dict[str, Any]) -> None:
         if self.rank == 0:
-            write_json(partial / CLIENT_FILE, client_state)
-            os.replace(partial, target)
+            write_json(unfinished / CLIENT_FILE, client_state)
+            os.replace(unfinished, target)
 
     def load(self, directory: Path, tag: str) -> Loaded:
         """Go on from the checkpoint `directory`/`tag`, whatever shape of island wrote it; one of the same shape
         exactly. Only before the first step. UserError, with nothing touched, if it is no checkpoint or one of
         another model.
         """
-        written, missing = self._inner_state().read(directory / tag)
+        written, missing = InnerState(self._engine, self._layout, self._slices).read(directory / tag)
         self._find_slices()
         client_state = json.loads((directory / tag / CLIENT_FILE).read_text())
         return Loaded(client_state, written if written != self._shape() else None, tuple(missing))
@@ -302,12 +317,9 @@ class Engine:
             "precision": str(self._engine.get_data_types()[0]).removeprefix("torch."),
         }
 
-    def _inner_state(self) -> InnerState:
-        return InnerState(self._engine, self._layout, self._slices)
-
     def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size
-        distributed.all_gather_object(values, value, group=self._group)
+        distributed.all_gather_object(values, value, group=self._saving_group)
         return values
 
     def _find_slices(self) -> None:

@@ -7,14 +7,16 @@ In the directory of a checkpoint:
     buffers.safetensors    persistent buffers, where the model has any
     island.json            layout, shape of the island, what the optimizer counts, DeepSpeed's counters
 
-The ranks write into the same files, each its own ranges (slices.py), and read what belongs to them: no rank
+The ranks write into the same files, each its own ranges (inner_snapshot.py), and read what belongs to them: no rank
 ever holds more than its part.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +25,14 @@ from torch import Tensor, nn
 
 from diloco_ds.core.fragments import FragmentLayout
 from diloco_ds.errors import UserError
+from diloco_ds.island.inner_snapshot import BUFFERS, FACTS, FORMAT, MASTER, Piece, Snapshot
 from diloco_ds.island.moments import Moments
 from diloco_ds.island.slices import FragmentSlices, Slice
-from diloco_ds.rundir import write_json
-from diloco_ds.tensor_file import Stored, TensorFile
+from diloco_ds.island.transfer import DeviceCopy, HostMemory
+from diloco_ds.tensor_file import TensorFile
 
-FORMAT = 2
-FACTS = "island.json"
-MASTER = "master"
-BUFFERS = "buffers.safetensors"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-Gather = Callable[[Any], list[Any]]
-"""Gives every rank the values of all ranks, in the order of the ranks; a collective."""
 
 
 class InnerState:
@@ -46,32 +42,41 @@ class InnerState:
         self._engine, self._layout, self._slices = engine, layout, slices
         self._moments = Moments(engine.optimizer)
 
-    def write(self, directory: Path, rank: int, gather: Gather, shape: dict[str, Any]) -> None:
-        """Write the files into `directory`, which rank 0 makes. A collective. OSError on all ranks if the
-        disk does not take it on one of them.
+    def snapshot(self, host: HostMemory | None) -> Snapshot:
+        """What this rank writes, as it is now; waits for nobody. With `host` it is copied to host memory, and on its way
+        there when this returns: who changes masters goes by `HostMemory.hold_writers`. Without, it must not change before it
+        is written.
         """
-        own = self._moments.values()
-        told = gather(
-            (own, {name: self._moments.numbers(part, own) for name, _, part in self._parts("owned")})
-        )
-        values = {name: dtype for names, _ in told for name, dtype in names.items()}
-        numbers = {tensor: counted for _, theirs in told for tensor, counted in theirs.items()}
-        files = [MASTER, *values]
-        together(gather, lambda: self._create(directory, files) if rank == 0 else None)
-        together(gather, lambda: self._write_own(directory, files))
-        facts = {
-            "format": FORMAT,
-            "layout": self._layout.digest,
-            "shape": shape,
-            "optimizer": {"kind": self._moments.kind(), "values": values, "numbers": numbers},
-            "counters": {name: getattr(self._engine, name) for name in _COUNTERS},
-            "loss_scale": _loss_scale(self._engine.optimizer),
+        values = self._moments.values()
+        pieces: dict[str, list[Piece]] = {}
+        copies: list[DeviceCopy] = []
+        for name in (MASTER, *values):
+            pieces[name] = list(self._owned(name))
+            if host is not None:
+                copies.append(staged(pieces[name], host))
+        buffers = {
+            name: buffer.detach() for name, buffer in persistent_buffers(self._engine.module.model).items()
         }
-        together(gather, lambda: write_json(directory / FACTS, facts) if rank == 0 else None)
+        if host is not None:
+            for name, buffer in buffers.items():
+                room = host.room(buffer.numel(), buffer.dtype).view(buffer.shape)
+                buffers[name] = room.copy_(buffer, non_blocking=True)
+            copies.append(host.mark())
+        return Snapshot(
+            layout=self._layout,
+            pieces=pieces,
+            buffers=buffers,
+            copies=copies,
+            values=values,
+            numbers={name: self._moments.numbers(part, values) for name, _, part in self._parts("owned")},
+            optimizer=self._moments.kind(),
+            counters={name: getattr(self._engine, name) for name in _COUNTERS},
+            loss_scale=_loss_scale(self._engine.optimizer),
+        )
 
     def read(self, directory: Path) -> tuple[dict[str, Any], list[str]]:
-        """Go on from what `write` wrote, before the first step; waits for nobody. Returns the shape of the island that wrote
-        it, and in words what was not taken. UserError, with nothing touched, as `read_facts`.
+        """Go on from what `Snapshot.write` wrote, before the first step; waits for nobody. Returns the shape of the island
+        that wrote it, and in words what was not taken. UserError, with nothing touched, as `read_facts`.
         """
         facts = read_facts(directory, self._layout)
         with TensorFile(directory / f"{MASTER}.safetensors") as file:
@@ -97,31 +102,17 @@ class InnerState:
                     file.read(tensor, start, self._moments.beside(part, name).values())
         return []
 
-    def _create(self, directory: Path, files: Sequence[str]) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        tensors = {p.spec.name: Stored(torch.float32, p.spec.shape) for p in self._layout.tensors}
-        for name in files:
-            TensorFile.create(directory / f"{name}.safetensors", tensors).close()
-        buffers = persistent_buffers(self._engine.module.model)
-        if buffers:
-            stored = {name: Stored(buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
-            with TensorFile.create(directory / BUFFERS, stored) as file:
-                for name, buffer in buffers.items():
-                    file.write(name, 0, buffer.detach().flatten())
-
-    def _write_own(self, directory: Path, files: Sequence[str]) -> None:
-        for name in files:
-            with TensorFile(directory / f"{name}.safetensors", writable=True) as file:
-                for tensor, start, part in self._parts("owned"):
-                    values = part if name == MASTER else self._moments.beside(part, name)
-                    file.write(tensor, start, values.values().detach())
-
     def _read_buffers(self, path: Path) -> None:
         buffers = persistent_buffers(self._engine.module.model)
         if buffers:
             with TensorFile(path) as file:
                 for name, buffer in buffers.items():
                     file.read(name, 0, buffer.detach().view(-1))
+
+    def _owned(self, name: str) -> Iterator[Piece]:
+        """This rank's share of the file `name`."""
+        for tensor, start, part in self._parts("owned"):
+            yield Piece(tensor, start, part if name == MASTER else self._moments.beside(part, name))
 
     def _parts(self, which: str) -> Iterator[tuple[str, int, Slice]]:
         """This rank's `owned` slices, `masters` or `copies`, cut by tensors: name, where in it, and slice."""
@@ -170,6 +161,20 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
+def staged(pieces: list[Piece], host: HostMemory) -> DeviceCopy:
+    """Let the pieces be copies in one range of host memory, which are on their way."""
+    room = host.room(sum(piece.part.length for piece in pieces), torch.float32)
+    ends = list(accumulate(piece.part.length for piece in pieces))
+    parts = [
+        replace(piece.part, start=end - piece.part.length) for piece, end in zip(pieces, ends, strict=True)
+    ]
+    pieces[:] = [
+        replace(piece, part=Slice(0, part.length, room, part.start))
+        for piece, part in zip(pieces, parts, strict=True)
+    ]
+    return host.take(parts, room)
+
+
 def _loss_scaler(optimizer: Any) -> Any:
     """The object that holds the loss scale of fp16; for other precisions it never changes."""
     return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", optimizer)
@@ -187,15 +192,3 @@ def _set_loss_scale(optimizer: Any, saved: dict[str, float]) -> None:
         own = getattr(scaler, name, None)
         if own is not None:
             setattr(scaler, name, type(own)(value))
-
-
-def together(gather: Gather, work: Callable[[], None]) -> None:
-    """Do the work; OSError on all ranks if there is one on any."""
-    error: OSError | None = None
-    try:
-        work()
-    except OSError as caught:
-        error = caught
-    said = [each for each in gather(str(error) if error else None) if each]
-    if said:
-        raise OSError(said[0]) from error

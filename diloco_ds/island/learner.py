@@ -37,6 +37,7 @@ from diloco_ds.island.saving import Saver
 from diloco_ds.island.start import OpenRun, complete, restore
 from diloco_ds.island.step_log import StepLog
 from diloco_ds.island.timing import Laps
+from diloco_ds.island.writing import Writing
 
 LONGEST_SAVE_S = 600.0
 """A save that takes longer is no longer spoken for: the supervisor then counts its silence."""
@@ -83,7 +84,8 @@ class Learner:
         )
         self._base_lr, self._lr_factor = _learning_rate(run)
         self._ended = time.perf_counter()
-        self._saving = 0.0  # seconds the last checkpoint took, until they are in a step's record
+        self._saving = 0.0  # seconds the last checkpoint held the loop up, until they are in a step's record
+        self._writing: Writing | None = None  # a checkpoint on its way to disk
 
     def train(self) -> None:
         """Train until the end is ordered, and end: every answer committed, a checkpoint written, the last
@@ -104,6 +106,9 @@ class Learner:
         failpoint("learner.ending")
         if decision.save:
             self._save(decision.step)
+        if self._writing is not None:
+            with self._busy_saving():
+                self._finish_saving()
         if self._zero is not None:
             self._zero.end(self._engine.finished_steps(wait=True), decision.then)
 
@@ -116,6 +121,8 @@ class Learner:
         factor = self._lr_factor(before.lr_tokens)
         self._engine.set_lr(factor)
         self._engine.step(batch)
+        if self._writing is not None:
+            self._writing.check()
         results = self._engine.finished_steps()
         if self._zero is not None:
             self._zero.stepped(results)
@@ -141,18 +148,30 @@ class Learner:
         return agreed
 
     def _save(self, step: int) -> None:
-        """Write a checkpoint at step clock `step`, all ranks together."""
+        """Begin a checkpoint at step clock `step`, all ranks together."""
         zero, tag = self._zero, IslandCheckpoints.tag(self._run.identity.incarnation, step)
         began = time.perf_counter()
-        try:
-            with _spoken_for(zero.lead if zero else None, "running", LONGEST_SAVE_S):
-                self._engine.save(self._run.checkpoints.root, tag, zero.state() if zero else {})
-            failure = None
-        except OSError as error:  # on all ranks alike
-            failure = error
+        with self._busy_saving():
+            self._finish_saving()
+            self._writing = self._engine.save(
+                self._run.checkpoints.root,
+                tag,
+                zero.state() if zero else {},
+                self._run.config.trainer.checkpoint_in_background,
+            )
         self._saving = time.perf_counter() - began
         if zero is not None:
-            zero.saved(tag, self._saving, failure)
+            zero.saving(tag, self._saving, self._writing)
+
+    def _finish_saving(self) -> None:
+        """Return when this rank has nothing to write any more. Rank 0 tells of a checkpoint that failed."""
+        if self._writing is not None:
+            with contextlib.suppress(OSError):
+                self._writing.wait()
+        self._writing = None
+
+    def _busy_saving(self) -> contextlib.AbstractContextManager[None]:
+        return _spoken_for(self._zero.lead if self._zero else None, "running", LONGEST_SAVE_S)
 
 
 def learn(run: OpenRun, stop: StopRequest) -> None:

@@ -14,6 +14,7 @@ from diloco_ds.island.lead import Lead
 from diloco_ds.island.saving import Saver
 from diloco_ds.island.step_log import StepLog
 from diloco_ds.island.timing import StepResult
+from diloco_ds.island.writing import Writing
 
 UNSOUND_STEPS = 20
 """After so many steps in a row without a finite loss the learner ends, and is started again from its last
@@ -30,7 +31,7 @@ class StepTimes:
     exchange: dict[
         str, float
     ]  # parts of the boundary (timing.Laps), and report: the step before's record and report
-    saving: float  # of a checkpoint, within `wall`
+    saving: float  # that a checkpoint held the loop up, within `wall`
 
 
 class RankZero:
@@ -50,7 +51,7 @@ class RankZero:
         return replace(decision, save=self._is_worth_saving(decision.then)), finish
 
     def _is_worth_saving(self, then: Then) -> bool:
-        if not self._unsaved or self._unsound:
+        if self._unsound or not (self._unsaved or self.saver.failed):
             return False
         if then is Then.STEP:
             return self.saver.due()
@@ -89,11 +90,8 @@ class RankZero:
         self.log.results(results)
         self.lead.report("running")
 
-    def saved(self, tag: str, seconds: float, failure: OSError | None) -> None:
-        """The ranks have written the checkpoint `tag`, or could not."""
-        if failure is not None:
-            self.saver.failed(tag, failure)
-            return
+    def saving(self, tag: str, seconds: float, writing: Writing) -> None:
+        """The ranks write the checkpoint `tag`; beginning it has held the loop up for `seconds`."""
         clock, progress = self.lead.clock, self.lead.progress
         facts = {
             "step": clock.step,
@@ -101,7 +99,7 @@ class RankZero:
             "lr_tokens": progress.lr_tokens,
             "time": time.time(),
         }
-        self.saver.written(tag, facts, seconds)
+        self.saver.begun(tag, facts, seconds, writing)
         self._unsaved = False
 
     def state(self) -> dict[str, Any]:

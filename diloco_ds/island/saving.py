@@ -8,6 +8,7 @@ from typing import Any
 
 from diloco_ds.island.checkpoints import IslandCheckpoints
 from diloco_ds.island.step_log import StepLog
+from diloco_ds.island.writing import Writing
 
 BYTES_PER_PARAMETER = 13
 """What a checkpoint takes until the first one is measured: fp32 master, two moments, and some more."""
@@ -16,8 +17,8 @@ BYTES_PER_PARAMETER = 13
 class Saver:
     """Rank 0's side of saving.
 
-    The ranks write in the foreground, between two steps. Bringing the files to disk, the mark that makes them
-    count, and removing older ones happen in a thread.
+    The ranks write while the next steps are made, or between two steps (writing.py). Bringing the files to disk, the
+    mark that makes them count, and removing older ones come after that, in a thread of rank 0.
     """
 
     def __init__(self, checkpoints: IslandCheckpoints, every_s: float, parameters: int, log: StepLog) -> None:
@@ -26,6 +27,8 @@ class Saver:
         self._last = time.monotonic()
         self._completing: threading.Thread | None = None
         self._paused = False
+        self.failed = False
+        """Whether the last checkpoint could not be written."""
 
     def due(self) -> bool:
         """Whether it is time for a checkpoint, the last one is complete and the disk has room."""
@@ -42,32 +45,35 @@ class Saver:
         self._paused = no_room is not None
         return not self._paused
 
-    def written(self, tag: str, facts: dict[str, Any], seconds: float) -> None:
-        """The ranks have written `tag`, which held the loop up for `seconds`: complete it."""
+    def begun(self, tag: str, facts: dict[str, Any], seconds: float, writing: Writing) -> None:
+        """The ranks write `tag`, which has held the loop up for `seconds`: complete it when they have. If the disk does not
+        take it training goes on, and the next one is tried when it is due.
+        """
         self.wait()
         self._last = time.monotonic()
+        self.failed = False
         self._completing = threading.Thread(
-            target=self._complete, args=(tag, facts, seconds), name="checkpoint"
+            target=self._complete, args=(tag, facts, seconds, writing), name="checkpoint", daemon=True
         )
         self._completing.start()
 
-    def failed(self, tag: str, why: OSError) -> None:
-        """The ranks could not write `tag`: training goes on, and the next one is tried when it is due."""
-        self._log.event("checkpoint_failed", f"{tag}: {why}")
-
     def wait(self) -> None:
-        """Return when the last checkpoint is complete."""
+        """Return when the last checkpoint is complete, or has failed."""
         if self._completing is not None:
             self._completing.join()
 
     def _busy(self) -> bool:
         return self._completing is not None and self._completing.is_alive()
 
-    def _complete(self, tag: str, facts: dict[str, Any], seconds: float) -> None:
+    def _complete(self, tag: str, facts: dict[str, Any], seconds: float, writing: Writing) -> None:
+        began = time.monotonic()
         try:
+            writing.wait()
             nbytes = self._checkpoints.size(tag)
             self._checkpoints.complete(tag, {**facts, "bytes": nbytes})
         except OSError as error:
+            self.failed = True
             self._log.event("checkpoint_failed", f"{tag}: {error}")
             return
-        self._log.event("checkpoint", f"{tag} is complete", seconds=seconds, bytes=nbytes)
+        within = time.monotonic() - began
+        self._log.event("checkpoint", f"{tag} is complete", seconds=seconds, written_s=within, bytes=nbytes)

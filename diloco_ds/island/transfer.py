@@ -68,6 +68,10 @@ class HostMemory:
             event.record()
         return DeviceCopy(event, values)
 
+    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Flat host memory that the device copies into directly."""
+        return torch.empty(numel, dtype=dtype, pin_memory=self._stream is not None)
+
     def hold_writers(self) -> None:
         """Whatever the main stream does next waits, on the device, for the copies that still read masters."""
         if self._reading is not None:

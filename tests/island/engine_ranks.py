@@ -94,10 +94,11 @@ def checkpoint(case, directory):
     """Save, go on, load into a fresh island, go on: the same bits."""
     island = Island(case, directory)
     island.train(steps=2)
-    island.engine.save(directory / "saved", "two", {"position": [3, 4]})
-    folders = [path.name for path in (directory / "saved").iterdir() if path.is_dir()]
+    writing = island.engine.save(directory / "saved", "two", {"position": [3, 4]}, background=True)
     batches = island.batches.get_state()
-    island.train(steps=2)
+    island.train(steps=2)  # what is written is what was there before
+    writing.wait()
+    folders = [path.name for path in (directory / "saved").iterdir() if path.is_dir()]
     expected = island.masters() + island.moments()
     island.engine.close(disconnect=False)
 

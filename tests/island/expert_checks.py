@@ -52,7 +52,7 @@ def identity(case, directory):
     seen["all parameters keep their dtype"] = {p.dtype for p in island.parameters.values()} == dtypes
     seen["what is sent is what was adopted"] = equal(through_mailbox(island), flat(theta, island.layout))
 
-    island.engine.save(directory / "marked", "one", {})
+    island.engine.save(directory / "marked", "one", {}, background=True).wait()
     island.adopt(flat(marked(model, first=99.0), island.layout), "overwrite")
     island.engine.close(disconnect=False)
     again = Island(case, directory, seed=2)

@@ -73,7 +73,9 @@ def carry_out(task, directory):
         seen["what is held is what was saved"] = equal(held, saved[: len(held)])
     island.train(steps=task["steps"])
     if task["save"]:
-        island.engine.save(directory, task["save"], {"steps_made": island.steps_made})
+        island.engine.save(
+            directory, task["save"], {"steps_made": island.steps_made}, background=False
+        ).wait()
         given = island.given()
         if island.engine.rank == 0:
             torch.save((*island.engine.own_moments(), given), directory / f"{task['save']}-given.pt")

@@ -10,6 +10,8 @@ from island.test_transfer import FakeCuda
 
 from diloco_ds.core.fragments import TensorSpec, balance
 from diloco_ds.island import slices
+from diloco_ds.island.inner_snapshot import Piece
+from diloco_ds.island.inner_state import staged
 from diloco_ds.island.slices import FragmentSlices, Slice
 from diloco_ds.island.transfer import HostMemory
 from diloco_ds.model.experts import ExpertLayer, RoutedTokens
@@ -132,6 +134,38 @@ def test_tokens_of_experts_are_counted_and_told_without_a_wait(cuda):
     assert not transfer.done()
     assert (cuda.waited, cuda.waits) == (0, [])
     assert torch.equal(out, torch.tensor([1, 1, 2]))
+
+
+def test_a_checkpoint_is_copied_beside_the_step_into_pinned_memory(cuda, monkeypatch):
+    """What is saved is of one boundary: who changes masters waits, on the device, until it is copied."""
+    rooms, empty = [], torch.empty
+
+    def watched_empty(numel, *, dtype, pin_memory):
+        rooms.append((numel, dtype, pin_memory))
+        return empty(numel, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", watched_empty)
+    memory = HostMemory(GPU)
+    pieces = [
+        Piece("up", 0, Slice(0, 2, torch.tensor([1.0, 2.0]))),
+        Piece("down", 3, Slice(7, 3, torch.arange(4.0), 1)),
+    ]
+    copied = staged(pieces, memory)
+    memory.hold_writers()
+    assert cuda.log == [
+        "side waits for main",
+        "copy on side",
+        "copy on side",
+        "event 1 on side",
+        "main waits for event 1",
+    ]
+    assert rooms == [(5, torch.float32, True)]
+    assert all(asynchronous for _, asynchronous in cuda.copies)
+    assert not copied.done()
+    assert (cuda.waited, cuda.waits) == (0, [])
+    assert [(piece.tensor, piece.start) for piece in pieces] == [("up", 0), ("down", 3)]
+    assert torch.equal(pieces[0].part.values(), torch.tensor([1.0, 2.0]))
+    assert torch.equal(pieces[1].part.values(), torch.tensor([1.0, 2.0, 3.0]))
 
 
 def test_the_mailbox_itself_is_page_locked_until_the_end(cuda):

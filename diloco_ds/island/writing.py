@@ -1,0 +1,40 @@
+"""A checkpoint on its way to disk: in a thread of every rank, while steps are made, or there and then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Writing:
+    """`work` writes this rank's part, and waits for those of the others; `background`: in a thread."""
+
+    def __init__(self, work: Callable[[], None], background: bool) -> None:
+        self._work: Callable[[], None] | None = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, name="write checkpoint", daemon=True)
+        if background:
+            self._thread.start()
+        else:
+            self._thread.run()
+
+    def check(self) -> None:
+        """Raise what went wrong that was not the disk; never blocks."""
+        if self._error is not None and not isinstance(self._error, OSError):
+            raise RuntimeError("a checkpoint could not be written") from self._error
+
+    def wait(self) -> None:
+        """Return when the checkpoint is there. OSError, on all ranks, if the disk did not take it on one of them."""
+        if self._thread.is_alive():
+            self._thread.join()
+        self.check()
+        if self._error is not None:
+            raise self._error
+
+    def _write(self) -> None:
+        work, self._work = self._work, None  # what it holds is free when it is written
+        assert work is not None
+        try:
+            work()
+        except BaseException as error:  # handed to who waits, or looks, for it
+            self._error = error
