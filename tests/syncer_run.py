@@ -276,7 +276,7 @@ def _config(blocks: dict) -> RunConfig:
         **blocks.pop("exchange", {}),
     }
     syncer = {
-        "lease_s": 2.0,
+        "lease_s": 20.0,
         "checkpoint_every_s": 3600.0,
         "return_within_s": 0.0,
         **blocks.pop("syncer", {}),

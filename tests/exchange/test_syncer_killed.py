@@ -173,7 +173,9 @@ def test_a_damaged_checkpoint_is_passed_over(new_run):
 
 
 def test_killed_while_it_drains_the_next_one_goes_on_draining(new_run):
-    run = new_run(budget={"tokens": 1000})
+    run = new_run(
+        budget={"tokens": 1000}, syncer={"lease_s": 2.0}
+    )  # the next one waits for islands that have ended
     first = run.start(at="box.committed:25")  # 3 initial versions, 21 merges, the first of the last round
     learners = both(run)
     play(run, learners, lambda: run.ended(first) is not None)

@@ -253,7 +253,7 @@ def test_a_merge_is_explained(recorded, capsys):
 @pytest.fixture
 def by_hand(tmp_path):
     """A tape written with the state machine alone: b answers the first round too late, and is silent in the next."""
-    run = SyncerRun(tmp_path / "run", exchange={"quorum": 1})
+    run = SyncerRun(tmp_path / "run", exchange={"quorum": 1}, syncer={"lease_s": 2.0})
     state = tape_state([Mark(0, 0, 0, 0)] * 3, {})
     core = restored_core(run.config, run.layout, read_manifest(run.dir.root), state)
     header = tape.Header(run.run_id, run.layout.digest, 1, state)
