@@ -285,8 +285,8 @@ class Trainer(Block):
     checkpoint_every_s: float = Field(120.0, gt=0, description="Seconds between an island's own checkpoints.")
     checkpoint_in_background: bool = Field(
         True,
-        description="Copy what a checkpoint holds to host memory, 12 bytes for each weight whose master a rank holds, and "
-        "write it while training goes on. false: no copy, and the island's steps wait until it is written.",
+        description="Copy what a checkpoint holds to host memory (`diloco-ds plan` says how much) and write it while "
+        "training goes on. false, or no such memory: no copy, and the island's steps wait until it is written.",
     )
     moments_within_s: float = Field(
         30.0,

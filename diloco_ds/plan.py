@@ -50,12 +50,15 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class IslandPlan:
-    """One island. mailbox_bytes: shared memory at its own end of the exchange."""
+    """One island. mailbox_bytes: shared memory at its own end of the exchange. checkpoint_bytes: host memory of each rank
+    for the copy of a checkpoint that is written in the background.
+    """
 
     ranks: int
     tokens_per_step: int
     rank_memory: RankMemory
     mailbox_bytes: int
+    checkpoint_bytes: int
 
     def to_json(self) -> dict[str, Any]:
         """With the rank's total."""
@@ -159,11 +162,15 @@ def _island(config: RunConfig, island: Island, parameters: int, layout: Fragment
     settings = config.deepspeed_of(island.name)
     check_deepspeed(settings)
     micro_batch, accumulation = batch_of(settings, island.ranks)
+    kept = _FP32 * (1 + moments_of(settings["optimizer"]))  # bytes per weight
     return IslandPlan(
         ranks=island.ranks,
         tokens_per_step=island.ranks * micro_batch * accumulation * config.data.sequence_length,
         rank_memory=rank_memory(settings, parameters, island.ranks, _experts(layout)),
         mailbox_bytes=Mailbox.file_size(layout.numels, inbox=True, experts=layout.experts),
+        checkpoint_bytes=kept * -(-parameters // island.ranks)
+        if config.trainer.checkpoint_in_background
+        else 0,
     )
 
 

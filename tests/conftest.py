@@ -5,9 +5,9 @@ import signal
 import pytest
 from hypothesis import settings
 
-# How long an example takes says nothing on a busy machine.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+# How long an example takes says nothing on a busy machine, and a run of the tests can be repeated.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
 
 LONGEST = ("test_chaos", "test_matrix", "test_resume", "test_storm", "test_whole_run", "test_expert_parallel")
 

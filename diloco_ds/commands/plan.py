@@ -101,6 +101,8 @@ def _island_table(value: dict[str, Any]) -> Table:
     table.add_row("tokens a step", *(count(island["tokens_per_step"]) for island in islands.values()))
     for part in ("weights", "gradients", "master", "moments", "offloaded", "total"):
         table.add_row(part, *(_bytes(island["rank_memory"][part]) for island in islands.values()))
+    copies = (_bytes(island["checkpoint_bytes"]) for island in islands.values())
+    table.add_row("copy for a checkpoint, in the host's memory", *copies)
     table.add_row("mailbox of the host", *(_bytes(island["mailbox_bytes"]) for island in islands.values()))
     return table
 

@@ -61,8 +61,11 @@ class LedgerRecord:
             self._tell("ledger_recorded", f"for {seconds:.1f} s it could not be; leases are granted again")
 
     def allowed(self, orders: Orders, before: Orders | None) -> Orders:
-        """`orders` as far as they may leave; `before`: those the island has, None before its first."""
+        """`orders` as far as they may leave, without a lease or a drain that is not on record; `before`: those the
+        island has, None before its first.
+        """
         if self._failing_since is None:
             return orders
         reader, leases = (before.reader, before.leases) if before is not None else (0, ())
-        return replace(orders, reader=reader, leases=leases)
+        phase = orders.phase if self._drain is None else before.phase if before is not None else "run"
+        return replace(orders, phase=phase, reader=reader, leases=leases)

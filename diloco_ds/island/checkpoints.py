@@ -61,10 +61,15 @@ class IslandCheckpoints:
         write_json(self.root / tag / MARK, facts)
         whole = [each for each in self._tags() if self._facts(each) is not None]
         kept = {tag, *whole[-self._keep :]}
-        leavings = [path.name for path in self.root.glob(".i*-s*.partial")]  # the learner died while it saved
-        for old in [*self._tags(), *leavings]:
+        for old in self._tags():
             if old not in kept:
                 self._remove(old)
+        self.remove_leavings()
+
+    def remove_leavings(self) -> None:
+        """Remove what a learner left half written when it died. Nothing may be on its way to disk."""
+        for path in self.root.glob(".i*-s*.partial"):
+            self._remove(path.name)
 
     def withdraw(self, tag: str) -> None:
         """Let `tag` no longer count as whole: it could not be loaded."""

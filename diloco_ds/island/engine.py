@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +42,8 @@ from diloco_ds.model.initial import WEIGHTS, empty_model
 from diloco_ds.model.loss import LossModel
 from diloco_ds.rundir import write_json
 from diloco_ds.tensor_file import TensorFile
+
+log = logging.getLogger(__name__)
 
 CLIENT_FILE = "learner.json"
 """In a checkpoint: what the learner keeps beside the inner state."""
@@ -75,7 +79,8 @@ class Engine:
         self.routed: RoutedTokens | None = None
         """Tokens of each expert, where they are counted."""
         self._group = distributed.new_group(backend="gloo")
-        self._saving_group = distributed.new_group(backend="gloo")  # for the threads that write checkpoints
+        # For the threads that write checkpoints. A disk that stalls is no reason to end training.
+        self._saving_group = distributed.new_group(backend="gloo", timeout=timedelta(days=30))
         self._decision: tuple[Any, Tensor] | None = None
         self._taking: PortionedMoments | None = None
         self._ranks = Ranks(
@@ -265,9 +270,14 @@ class Engine:
         (JSON-able); it appears whole or not at all. With `background` all of it is copied to host memory and written while
         training goes on; else it is written when this returns. The one before must have been waited for.
         """
-        snapshot = InnerState(self._engine, self._layout, self._slices).snapshot(
-            self.host if background else None
-        )
+        inner = InnerState(self._engine, self._layout, self._slices)
+        try:
+            snapshot = inner.snapshot(self.host if background else None)
+        except RuntimeError as error:  # torch's, of memory of any kind
+            log.warning(
+                "no host memory for a copy of the checkpoint, steps wait until it is written: %s", error
+            )
+            snapshot, background = inner.snapshot(None), False
         state = copy.deepcopy(client_state)
         work = partial(self._write, snapshot, directory / f".{tag}.partial", directory / tag, state)
         return Writing(work, background)

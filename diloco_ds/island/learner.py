@@ -164,10 +164,14 @@ class Learner:
             zero.saving(tag, self._saving, self._writing)
 
     def _finish_saving(self) -> None:
-        """Return when this rank has nothing to write any more. Rank 0 tells of a checkpoint that failed."""
+        """Return when the checkpoint before is written, and on rank 0 when it is complete: what completes one removes all
+        that is half written. A checkpoint that failed is told of by rank 0's saver.
+        """
         if self._writing is not None:
             with contextlib.suppress(OSError):
                 self._writing.wait()
+        if self._zero is not None:
+            self._zero.saver.wait()
         self._writing = None
 
     def _busy_saving(self) -> contextlib.AbstractContextManager[None]:

@@ -55,7 +55,9 @@ class RankZero:
             return False
         if then is Then.STEP:
             return self.saver.due()
-        return then is not Then.WAIT and self.saver.has_room()
+        if then is Then.WAIT:
+            return False
+        return self.saver.busy() or self.saver.has_room()  # the one under way will have made room
 
     def stepped(self, results: Sequence[StepResult]) -> None:
         """A step was made. `results` are those that the device has given since."""

@@ -8,10 +8,13 @@ from typing import Any
 
 from diloco_ds.island.checkpoints import IslandCheckpoints
 from diloco_ds.island.step_log import StepLog
-from diloco_ds.island.writing import Writing
+from diloco_ds.island.writing import WriteError, Writing
 
 BYTES_PER_PARAMETER = 13
 """What a checkpoint takes until the first one is measured: fp32 master, two moments, and some more."""
+
+SLOW = 3.0
+"""A checkpoint that takes so many times as long as there should be between two is told of."""
 
 
 class Saver:
@@ -27,12 +30,17 @@ class Saver:
         self._last = time.monotonic()
         self._completing: threading.Thread | None = None
         self._paused = False
+        self._told_slow = False
+        checkpoints.remove_leavings()
         self.failed = False
         """Whether the last checkpoint could not be written."""
 
     def due(self) -> bool:
         """Whether it is time for a checkpoint, the last one is complete and the disk has room."""
-        if time.monotonic() - self._last < self._every_s or self._busy():
+        if time.monotonic() - self._last < self._every_s:
+            return False
+        if self.busy():
+            self._look_at_slow_one()
             return False
         self._last = time.monotonic()
         return self.has_room()
@@ -51,7 +59,7 @@ class Saver:
         """
         self.wait()
         self._last = time.monotonic()
-        self.failed = False
+        self.failed = self._told_slow = False
         self._completing = threading.Thread(
             target=self._complete, args=(tag, facts, seconds, writing), name="checkpoint", daemon=True
         )
@@ -62,8 +70,17 @@ class Saver:
         if self._completing is not None:
             self._completing.join()
 
-    def _busy(self) -> bool:
+    def busy(self) -> bool:
+        """Whether a checkpoint is not complete yet."""
         return self._completing is not None and self._completing.is_alive()
+
+    def _look_at_slow_one(self) -> None:
+        seconds = time.monotonic() - self._last
+        if seconds > SLOW * self._every_s and not self._told_slow:
+            self._told_slow = True
+            self._log.event(
+                "checkpoint_slow", f"not written after {seconds:.0f} s; there is no other meanwhile"
+            )
 
     def _complete(self, tag: str, facts: dict[str, Any], seconds: float, writing: Writing) -> None:
         began = time.monotonic()
@@ -75,5 +92,7 @@ class Saver:
             self.failed = True
             self._log.event("checkpoint_failed", f"{tag}: {error}")
             return
+        except WriteError:
+            return  # the learner ends by it: its loop looks at the same writing
         within = time.monotonic() - began
         self._log.event("checkpoint", f"{tag} is complete", seconds=seconds, written_s=within, bytes=nbytes)

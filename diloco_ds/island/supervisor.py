@@ -52,6 +52,8 @@ USER_ERROR = 2
 """Exit code of a learner that cannot run as it is configured: starting it again would not help."""
 LAST_OWN_CODE = 192
 """Above this, DeepSpeed's launcher means a signal: 256 - number."""
+KILLS = {signal.SIGKILL, signal.SIGTERM}
+"""Somebody else's doing; any other signal is a failure of the learner's own."""
 
 _ERROR_LINE = re.compile(r"^(?:\[rank\d+\]: )?((?:error: |[\w.]+(?:Error|Exception)\b).*)", re.MULTILINE)
 
@@ -258,7 +260,7 @@ class Supervisor:
         why = how + (f": {error}" if error else "")
         if said == "running" and self._orders_phase() in ("stop", "finished"):
             return Ending("stopped", f"the run ends, and {why}")
-        own = error if 0 < code <= LAST_OWN_CODE else None
+        own = None if code == 0 or _signal(code) in KILLS else error or _in_words(code)
         return Ending("restarting", f"{why}; see {self._run.log(self._island)}", failure=own)
 
     def _last_error(self) -> str | None:
@@ -361,12 +363,17 @@ def _next_incarnation(checkpoints: Path) -> int:
 
 def _in_words(code: int) -> str:
     """An exit code; DeepSpeed's launcher gives signals as 256 - number, the system as -number."""
-    number = -code if code < 0 else 256 - code if code > LAST_OWN_CODE else None
+    number = _signal(code)
     if number is None:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):
         return f"exit code {code} ({signal.Signals(number).name})"
     return f"exit code {code}"
+
+
+def _signal(code: int) -> int | None:
+    """The signal that the exit code tells of, if any."""
+    return -code if code < 0 else 256 - code if code > LAST_OWN_CODE else None
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -130,14 +130,14 @@ class Restarts:
 
     def why(self) -> str:
         """Why it was given up, in words."""
-        if self.barren:
-            return f"{self.barren} starts in a row without a step"
-        return f"{self.stuck} times in a row the same failure, and no step beyond {self._furthest}"
+        if self.stuck >= self._give_up_after and self._furthest is not None:
+            return f"{self.stuck} times in a row the same failure, and no step beyond {self._furthest}"
+        return f"{self.barren} starts in a row without a step"
 
     def _count_failure(self, failure: str | None, step: int | None, stepped: bool) -> None:
         again = failure is not None and failure == self._failure
         further = step is not None and (self._furthest is None or step > self._furthest)
-        self._same_error = self._same_error + 1 if again and not stepped else 1
+        self._same_error = 0 if stepped else self._same_error + 1 if again else 1
         self.stuck = self.stuck + 1 if again and not further else int(failure is not None)
         self._furthest = step if further or not again else self._furthest
         self._failure = failure

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
+
+
+class WriteError(RuntimeError):
+    """A checkpoint could not be written, and it was not the disk."""
 
 
 class Writing:
@@ -19,9 +24,10 @@ class Writing:
             self._thread.run()
 
     def check(self) -> None:
-        """Raise what went wrong that was not the disk; never blocks."""
-        if self._error is not None and not isinstance(self._error, OSError):
-            raise RuntimeError("a checkpoint could not be written") from self._error
+        """Raise what went wrong that was not the disk, as WriteError; never blocks."""
+        error = self._error
+        if error is not None and not isinstance(error, OSError):
+            raise WriteError(f"a checkpoint could not be written: {type(error).__name__}: {error}") from error
 
     def wait(self) -> None:
         """Return when the checkpoint is there. OSError, on all ranks, if the disk did not take it on one of them."""
@@ -37,4 +43,13 @@ class Writing:
         try:
             work()
         except BaseException as error:  # handed to who waits, or looks, for it
+            work = None
+            _forget_locals(error)
             self._error = error
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """A traceback keeps what the functions held, here all of a checkpoint."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__

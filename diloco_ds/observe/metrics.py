@@ -79,21 +79,31 @@ class MetricsFile:
         self.close()
 
     def _append(self, line: bytes) -> bool:
-        """Write what is still to be told, then `line`; False if the disk does not take all of it."""
-        lines = b"".join([*self._kept, line])
+        """Write what is still to be told, then `line` (which may be empty); False if the disk does not take all of it."""
         if self._lost:
             lost = {"time": time.time(), "kind": "event", "event": "metrics_lost", "records": self._lost}
-            lines = _line(lost) + lines
+            if not self._put(_line(lost)):
+                return False
+            self._lost = 0
+        while self._kept:
+            if not self._put(self._kept[0]):
+                return False
+            self._kept.pop(0)
+        if line and not self._put(line):
+            return False
+        self._failing = False
+        return True
+
+    def _put(self, line: bytes) -> bool:
+        """Write one line; whether the disk took all of it."""
         if self._ends_torn():
-            lines = b"\n" + lines
+            line = b"\n" + line
         try:
-            written = os.write(self._fd, lines)
+            written = os.write(self._fd, line)
         except OSError as error:
             return self._failed(str(error))
-        if written != len(lines):
-            return self._failed(f"only {written} of {len(lines)} bytes were written")
-        self._kept.clear()
-        self._lost, self._failing = 0, False
+        if written != len(line):
+            return self._failed(f"only {written} of {len(line)} bytes were written")
         return True
 
     def _ends_torn(self) -> bool:

@@ -58,8 +58,8 @@ class LossTrend:
             spans.setdefault((TREND_WIDTH - 1) * (step - first) // (last - first), []).append(loss)
         means = [sum(losses) / len(losses) for _, losses in sorted(spans.items())]
         low, high = min(means), max(means)
-        scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-        return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
+        heights = [(mean - low) / (high - low) if high > low else 0.0 for mean in means]
+        return "".join(_SPARKS[round((len(_SPARKS) - 1) * height)] for height in heights)
 
 
 def picture(

@@ -6,12 +6,17 @@ import json
 import os
 import resource
 import signal
+from dataclasses import replace
+from types import SimpleNamespace
 
 from syncer_run import both, events, play, status, tape, versions_at_least
 
 from diloco_ds import membership
 from diloco_ds.config import Island
+from diloco_ds.core.events import Orders, Phase
 from diloco_ds.core.lease import unflat
+from diloco_ds.core.ledger import Ledger
+from diloco_ds.exchange.ledger_record import LedgerRecord
 from diloco_ds.exchange.syncer_checkpoint import checkpoints
 
 
@@ -107,3 +112,27 @@ def test_where_no_file_can_grow_the_syncer_lives_merges_and_catches_up(new_run):
     kinds = [kind for kind, _, _ in tape(run)]
     assert kinds.count("Header") == 1
     assert kinds.count("Merged") >= 3 * (version + 2)
+
+
+def test_nobody_is_told_of_a_drain_that_is_not_on_record():
+    """A syncer after this one would not know of it, and wait for islands that have ended."""
+
+    class Full:
+        def remember_drain(self, reason):
+            raise OSError(28, "No space left on device")
+
+        def remember_ledger(self, state):
+            """It would fit."""
+
+    told = []
+    tenure = SimpleNamespace(check=lambda: None)
+    record = LedgerRecord(Ledger(1, 1), Full(), tenure, lambda event, reason: told.append(event))
+    run, drain = Orders("run", 5, 50, (4,)), Orders("drain", 6, 60, (5,))
+    assert record.allowed(run, None) == run
+    record.take([Phase("drain", "the budget is reached")])
+    assert record.allowed(drain, run) == replace(drain, phase="run")
+    assert record.allowed(drain, None) == replace(drain, phase="run")
+    Full.remember_drain = lambda self, reason: None
+    record.write()
+    assert record.allowed(drain, run) == drain
+    assert told == ["warning", "ledger_recorded"]

@@ -97,7 +97,7 @@ def test_goes_on_within_moments_after_a_kill(new_run):
 
 
 def test_the_next_syncer_knows_an_outlier_by_the_updates_of_the_one_before(new_run):
-    run = new_run(exchange={"merge": {"outlier_factor": 50.0}})
+    run = new_run(exchange={"merge": {"outlier_factor": 50.0}}, syncer={"lease_s": 2.0})
     first = run.start()
     learners = a, _ = both(run)
     play(run, learners, versions_at_least(a, 4))  # eight updates of every fragment

@@ -176,6 +176,7 @@ def test_the_plan_was_right(finished):
         tensors = ("master", "exp_avg", "exp_avg_sq")
         held = sum((newest / f"{each}.safetensors").stat().st_size for each in tensors)
         assert held == pytest.approx(memory["master"] + memory["moments"], rel=0.05)
+        assert held == pytest.approx(plan["islands"][name]["checkpoint_bytes"], rel=0.05)  # of its one rank
 
 
 def test_its_tape_replays(finished):

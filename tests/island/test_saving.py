@@ -8,7 +8,7 @@ import pytest
 
 from diloco_ds.island.checkpoints import IslandCheckpoints
 from diloco_ds.island.saving import Saver
-from diloco_ds.island.writing import Writing
+from diloco_ds.island.writing import WriteError, Writing
 
 
 class Log:
@@ -39,6 +39,23 @@ def test_it_is_written_meanwhile_and_what_it_holds_is_free_afterwards():
     assert there() is None
 
 
+def test_what_could_not_be_written_is_free_too():
+    class Held:
+        def write(self):
+            self.deeper()
+
+        def deeper(self):
+            full()
+
+    held = Held()
+    there = weakref.ref(held)
+    writing = Writing(held.write, background=True)
+    del held
+    with pytest.raises(OSError, match="No space left"):
+        writing.wait()
+    assert there() is None
+
+
 def test_in_the_foreground_it_is_written_on_return():
     done = []
     Writing(lambda: done.append(threading.current_thread()), background=False).wait()
@@ -52,10 +69,9 @@ def test_a_full_disk_is_for_who_waits_and_anything_else_for_who_looks(background
         writing.wait()
     writing.check()  # training goes on
     broken = Writing(lambda: 1 / 0, background)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(WriteError, match="written: ZeroDivisionError: division by zero"):
         broken.wait()
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(WriteError):
         broken.check()
 
 
@@ -76,7 +92,7 @@ def test_a_checkpoint_counts_when_it_is_written_and_not_when_it_failed(tmp_path)
     go_on.set()
     saver.wait()
     assert IslandCheckpoints(tmp_path, 2).newest().facts == {"step": 5, "bytes": 100}
-    ((name, reason, fields),) = log.events
+    name, reason, fields = log.events[-1]
     assert (name, reason, fields["seconds"], fields["bytes"]) == (
         "checkpoint",
         f"{tag} is complete",
@@ -92,3 +108,35 @@ def test_a_checkpoint_counts_when_it_is_written_and_not_when_it_failed(tmp_path)
     assert IslandCheckpoints(tmp_path, 2).newest().tag == tag
     assert json.loads((tmp_path / tag / "complete.json").read_text())["step"] == 5
     assert saver.due(), "the next one is tried"
+
+
+def test_what_is_no_matter_of_the_disk_is_left_to_the_loop(tmp_path):
+    log = Log()
+    saver = Saver(IslandCheckpoints(tmp_path, 2), every_s=0.0, parameters=10, log=log)
+    saver.begun(IslandCheckpoints.tag(1, 6), {"step": 6}, 0.0, Writing(lambda: 1 / 0, background=True))
+    saver.wait()
+    assert log.events == []
+
+
+def test_a_slow_one_is_told_of_once(tmp_path):
+    log, go_on = Log(), threading.Event()
+    saver = Saver(IslandCheckpoints(tmp_path, 2), every_s=0.01, parameters=10, log=log)
+    saver.begun(
+        IslandCheckpoints.tag(1, 6), {}, 0.0, Writing(lambda: go_on.wait(60) and full(), background=True)
+    )
+    while not log.events:
+        assert not saver.due()
+    assert not saver.due()
+    go_on.set()
+    saver.wait()
+    assert [name for name, *_ in log.events] == ["checkpoint_slow", "checkpoint_failed"]
+
+
+def test_what_a_dead_learner_left_half_written_goes_before_anything_else(tmp_path):
+    """Its room would be missing for the next one."""
+    checkpoints = IslandCheckpoints(tmp_path, 2)
+    half = tmp_path / f".{checkpoints.tag(1, 5)}.partial"
+    half.mkdir()
+    (half / "master.safetensors").write_bytes(bytes(10))
+    Saver(checkpoints, every_s=1.0, parameters=10, log=Log())
+    assert not half.exists()

@@ -121,12 +121,16 @@ report("drained", 3)
     assert "exit code 4; see" in second
 
 
-def test_the_same_failure_at_the_same_step_is_given_up_in_the_end(run, monkeypatch):
+@pytest.mark.parametrize(
+    ("fails", "expected"),
+    [('raise ValueError("too large")', "ValueError: too large; see "), ("os.abort()", "(SIGABRT); see ")],
+)
+def test_the_same_failure_at_the_same_step_is_given_up_in_the_end(run, monkeypatch, fails, expected):
     """Three starts here; it makes steps each time, and gets no further."""
-    code, status = supervise(run, monkeypatch, 'steps(3); time.sleep(2); raise ValueError("too large")')
+    code, status = supervise(run, monkeypatch, f"steps(3); time.sleep(2); {fails}")
     assert (code, status["state"], status["incarnation"]) == (supervisor.GIVEN_UP, "failed", 3)
     assert status["reason"].startswith("3 times in a row the same failure, and no step beyond 3; the last: ")
-    assert "ValueError: too large; see " in status["reason"]
+    assert expected in status["reason"]
 
 
 @pytest.mark.parametrize(

@@ -108,3 +108,19 @@ def test_being_killed_is_no_failure_of_its_own():
     assert restarts.ended(60.0, None, 100) == 0  # killed in between
     assert all(restarts.ended(60.0, HUNG, 100) == 0 for _ in range(9))
     assert restarts.ended(60.0, HUNG, 100) is None
+
+
+def test_an_error_after_steps_is_none_of_the_three_starts():
+    restarts = Restarts()
+    assert restarts.ended(3.0, "no memory", 10) is not None
+    assert restarts.ended(None, "no memory") is not None
+    assert restarts.ended(None, "no memory") is not None
+    assert restarts.ended(None, "no memory") is None
+    assert restarts.why() == "3 starts in a row without a step"
+
+
+def test_the_reason_to_give_up_is_the_row_that_was_full():
+    restarts = Restarts()
+    assert all(restarts.ended(60.0, "no memory", 100) == 0 for _ in range(9))
+    assert restarts.ended(None, "no memory") is None
+    assert restarts.why() == "10 times in a row the same failure, and no step beyond 100"

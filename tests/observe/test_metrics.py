@@ -73,6 +73,36 @@ def test_a_killed_writer_costs_its_own_last_record_only(tmp_path: Path, attempt:
     assert follower.offset == path.stat().st_size
 
 
+def test_events_that_were_kept_are_written_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk takes nothing for a while, then a little more than a line at a time."""
+    room, write = 0, os.write
+
+    def short(descriptor: int, data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(28, "No space left on device")
+        written = write(descriptor, data[:room])
+        room -= written
+        return written
+
+    monkeypatch.setattr(os, "write", short)
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        for number in range(4):
+            metrics.write("event", event="warning", number=number)
+            metrics.write("step", island="a")
+        room = 400
+        for number in range(4, 12):
+            metrics.write("event", event="warning", number=number)
+            room += 150
+        room = 10**6
+        metrics.write("event", event="warning", number=12)
+    records = MetricsFollower(path).read()
+    numbers = [record["number"] for record in records if record.get("event") == "warning"]
+    assert numbers == list(range(13))
+    assert [record["records"] for record in records if record.get("event") == "metrics_lost"] == [4]
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
