@@ -91,7 +91,7 @@ class Joined:
 @dataclass(frozen=True, slots=True)
 class Left:
     """An island belongs to the run no longer: it had left under the syncer before this one (`leave`). An island that its
-    supervisor has given up is none of these: it is silent, and counts as away.
+    supervisor has given up has not left: it is silent, and counts as away.
     """
 
     island: str

@@ -60,7 +60,7 @@ class Snapshot:
         """
         for copy in self.copies:
             copy.wait()
-        told = gather((dict(self.values), dict(self.numbers)))
+        told = gather((self.values, self.numbers))
         values = {name: dtype for names, _ in told for name, dtype in names.items()}
         numbers = {tensor: counted for _, theirs in told for tensor, counted in theirs.items()}
         files = [MASTER, *values]

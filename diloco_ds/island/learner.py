@@ -122,7 +122,7 @@ class Learner:
         self._engine.set_lr(factor)
         self._engine.step(batch)
         if self._writing is not None:
-            self._writing.check()
+            self._writing.check()  # or ranks would train on whose writers wait for a dead one
         results = self._engine.finished_steps()
         if self._zero is not None:
             self._zero.stepped(results)

@@ -54,10 +54,9 @@ class Saver:
         return not self._paused
 
     def begun(self, tag: str, facts: dict[str, Any], seconds: float, writing: Writing) -> None:
-        """The ranks write `tag`, which has held the loop up for `seconds`: complete it when they have. If the disk does not
-        take it training goes on, and the next one is tried when it is due.
+        """The ranks write `tag`, which has held the loop up for `seconds`: complete it when they have. The one before must
+        have been waited for. If the disk does not take it training goes on, and the next one is tried when it is due.
         """
-        self.wait()
         self._last = time.monotonic()
         self.failed = self._told_slow = False
         self._completing = threading.Thread(
